@@ -1,0 +1,40 @@
+"""Batched assisted generation for Hugging Face transformers, with a draft length per sequence."""
+
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.drafting.layer_draft import load_draft
+from hf_dsde.integration import disable, enable, generate, install, uninstall
+from hf_dsde.outputs import SpeculativeGenerateOutput
+from hf_dsde.policies import (
+    ConfidencePolicy,
+    DSDEStoppingPolicy,
+    HeuristicPolicy,
+    StaticPolicy,
+    StoppingPolicy,
+    available_policies,
+    register,
+)
+from hf_dsde.statistics import SpeculationStatistics, SpeculationWarning
+from hf_dsde.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
+
+__all__ = [
+    "BatchIteratorStreamer",
+    "BatchStreamer",
+    "BatchTextStreamer",
+    "ConfidencePolicy",
+    "DSDEStoppingPolicy",
+    "HeuristicPolicy",
+    "SpeculationConfig",
+    "SpeculationStatistics",
+    "SpeculationWarning",
+    "SpeculativeGenerateOutput",
+    "StaticPolicy",
+    "StoppingPolicy",
+    "available_policies",
+    "disable",
+    "enable",
+    "generate",
+    "install",
+    "load_draft",
+    "register",
+    "uninstall",
+]

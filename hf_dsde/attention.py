@@ -1,0 +1,133 @@
+"""Who may look at what, from positions alone; and attention that does not copy key-value heads.
+
+Masks are pure functions of positions. The attention function is registered with transformers' `AttentionInterface`
+under `PACKED_ATTENTION` and is active only inside `packed_attention`, for models whose attention it reproduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import BoolTensor, LongTensor, Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from hf_dsde import compat
+
+PACKED_ATTENTION = "hf_dsde_packed_gqa"
+MASKABLE_IMPLEMENTATIONS = ("sdpa", "eager")
+"""Implementations that read an arbitrary mask, and so can serve a model that packed attention does not reproduce."""
+
+
+def visible_slots(positions: LongTensor, view: int, window: int | None = None) -> BoolTensor:
+    """Say which cache slots each query may attend to.
+
+    A query at position p sees the slots `p - window < slot <= p`; slot == position, so this is causality and the
+    sliding window at once, whatever lies in later slots.
+
+    Args:
+        positions: `[rows, width]`, int64. Entries below 0 are no tokens; they see slot 0, so that their softmax is
+            defined, and nobody reads their output.
+        view: Number of slots in view.
+        window: Width of the sliding window in tokens; None for full attention.
+
+    Returns:
+        `[rows, 1, width, view]`, bool, True where attention is allowed.
+    """
+    query = positions.clamp_min(0)[:, None, :, None]
+    slot = torch.arange(view, device=positions.device)
+    visible = slot <= query
+    if window is not None:
+        visible &= slot > query - window
+    return visible
+
+
+def additive_mask(visible: BoolTensor, dtype: torch.dtype) -> Tensor:
+    """Turn a boolean mask into one that is added to attention scores: 0 where visible, the lowest value elsewhere."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+def packed_gqa_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention in which query heads that share a key-value head are rows of one query block.
+
+    With a mask present, the stock path copies every key-value head once per query head that uses it. Moving those
+    query heads to the query-length axis instead (`[B, H, Q, D] -> [B, Hkv, H/Hkv * Q, D]`, the mask repeated the same
+    way) computes the same numbers and copies nothing.
+
+    Args:
+        module: The attention module; only named in errors.
+        query: `[rows, heads, width, head_dim]`.
+        key: `[rows, key_value_heads, view, head_dim]`.
+        value: `[rows, key_value_heads, view, value_head_dim]`.
+        attention_mask: `[rows, 1, width, view]`, bool.
+        scaling: Factor of the scores; `head_dim ** -0.5` when None.
+        dropout: Dropout probability of the attention weights.
+        **kwargs: What the model passes to any attention function. Score modifications are refused.
+
+    Returns:
+        `[rows, width, heads, value_head_dim]`, and None in place of attention weights.
+
+    Raises:
+        NotImplementedError: If the model asks for a score modification or passes no mask.
+    """
+    modified = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if modified or attention_mask is None:
+        reason = f"passes {modified[0]}" if modified else "passes no attention mask"
+        msg = (
+            f"{type(module).__name__} {reason}, which packed attention does not reproduce; "
+            "use SpeculationConfig(packed_attention=False)."
+        )
+        raise NotImplementedError(msg)
+    rows, heads, width, _ = query.shape
+    key_value_heads = key.shape[1]
+    shared = heads // key_value_heads
+    packed = query.reshape(rows, key_value_heads, shared * width, query.shape[-1])
+    mask = attention_mask.repeat(1, 1, shared, 1) if shared > 1 else attention_mask
+    output = nn.functional.scaled_dot_product_attention(
+        packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )
+    return output.reshape(rows, heads, width, value.shape[-1]).transpose(1, 2), None
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_gqa_attention)
+
+
+def reproduces_attention(model: PreTrainedModel) -> bool:
+    """Whether packed attention computes what this model's attention computes.
+
+    True for models that dispatch through `AttentionInterface` and whose scores are plain scaled dot products: no
+    soft-capping, no attention sinks. A model set to `eager` keeps it, since somebody asked for it.
+    """
+    config = model.config.get_text_config(decoder=True)
+    return (
+        bool(getattr(type(model), "_supports_attention_backend", False))
+        and model.config._attn_implementation != "eager"
+        and getattr(config, "attn_logit_softcapping", None) is None
+        and not any(hasattr(module, "sinks") for module in model.modules())
+    )
+
+
+@contextmanager
+def packed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let `model` use packed attention inside the `with` block; its settings are as before afterwards, come what may."""
+    configs = compat.attention_configs(model.config)
+    settings = [compat.get_attention_setting(config) for config in configs]
+    try:
+        for config in configs:
+            compat.set_attention_setting(config, PACKED_ATTENTION)
+        yield
+    finally:
+        for config, setting in zip(configs, settings, strict=True):
+            compat.set_attention_setting(config, setting)

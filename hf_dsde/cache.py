@@ -1,0 +1,161 @@
+"""A key-value cache whose rows advance independently: slot index == token position.
+
+Token t of a row lives in slot t of that row. A block of new tokens names the slot of each of its tokens; whatever is
+no token (padding of the block) goes to one extra slot at the end, which no view ever shows. There is no rollback:
+a rejected draft token stays in its slot, beyond the row's length, where the attention mask hides it until the next
+write replaces it.
+
+The cache does not know which row is how long, and does not need to: lengths belong to the sequences, visibility to
+the mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import LongTensor, Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+GROWTH = 1.5
+"""Factor by which a full cache grows, so that a long text is copied a logarithmic number of times."""
+
+
+class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer: `[rows, key_value_heads, capacity + 1, head_dim]`, allocated at the first write.
+
+    Buffers start as zeros. A masked slot weighs nothing, but 0 * NaN is NaN, so no slot may ever hold garbage.
+    """
+
+    is_sliding = False
+
+    def __init__(self, plan: WritePlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers with the heads, dtype and device of the first states."""
+        rows, heads = key_states.shape[:2]
+        slots = self.plan.capacity + 1
+        self.keys = key_states.new_zeros(rows, heads, slots, key_states.shape[-1])
+        self.values = value_states.new_zeros(rows, heads, slots, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a block into its slots and return the view that the block's queries may look at.
+
+        Args:
+            key_states: `[rows, key_value_heads, width, head_dim]`.
+            value_states: `[rows, key_value_heads, width, value_head_dim]`.
+            *args: Ignored, as models pass hints that only other caches need.
+            **kwargs: Ignored likewise.
+
+        Returns:
+            Keys and values, `[rows, key_value_heads, view, head_dim]`.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        index = self.plan.slots_on(key_states.device)[:, None, :, None]
+        self.keys.scatter_(2, index.expand_as(key_states), key_states)
+        self.values.scatter_(2, index.expand_as(value_states), value_states)
+        return self.keys[:, :, : self.plan.view], self.values[:, :, : self.plan.view]
+
+    def grow(self, capacity: int) -> None:
+        """Move the states into buffers of `capacity` slots plus the discard slot."""
+        if not self.is_initialized:
+            return
+        added = capacity + 1 - self.keys.shape[2]
+        self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, added))
+        self.values = torch.nn.functional.pad(self.values, (0, 0, 0, added))
+
+    def select_rows(self, index: LongTensor) -> None:
+        """Keep the rows in `index`, in that order."""
+        if self.is_initialized:
+            self.keys = self.keys.index_select(0, index.to(self.keys.device))
+            self.values = self.values.index_select(0, index.to(self.values.device))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of slots a query sees and the first one's index."""
+        return self.plan.view, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of slots in view. Rows have lengths of their own, which the cache does not know."""
+        return self.plan.view
+
+    def get_max_length(self) -> int:
+        """Return the number of slots a row may fill before the cache has to grow."""
+        return self.plan.capacity
+
+
+class WritePlan:
+    """Where the next block goes and how much of the cache it sees; shared by all layers of a cache.
+
+    Attributes:
+        capacity: Slots a row can fill. The discard slot lies behind them, at index `capacity`.
+        view: Slots shown to the next block's queries, at most `capacity`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.view = 0
+        self._slots: dict[torch.device, LongTensor] = {}
+
+    def aim(self, slots: LongTensor, view: int) -> None:
+        """Set the slots `[rows, width]`, int64, of the next block's tokens and the view its queries get."""
+        self._slots = {slots.device: slots}
+        self.view = view
+
+    def slots_on(self, device: torch.device) -> LongTensor:
+        """Return the slots on `device`; layers of one model may live on several."""
+        if device not in self._slots:
+            self._slots[device] = next(iter(self._slots.values())).to(device)
+        return self._slots[device]
+
+
+class RaggedCache(Cache):  # type: ignore[misc]
+    """A `transformers.Cache` of `RaggedLayer`s with one write offset per row.
+
+    Args:
+        layers: Number of decoder layers.
+        capacity: Slots per row to begin with; `reserve` raises it.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        self.plan = WritePlan(capacity)
+        super().__init__(layers=[RaggedLayer(self.plan) for _ in range(layers)])
+
+    @property
+    def capacity(self) -> int:
+        """Slots a row can fill without growth."""
+        return self.plan.capacity
+
+    def aim(self, positions: LongTensor, view: int) -> None:
+        """Direct the next block.
+
+        Args:
+            positions: Position of each token, `[rows, width]`, int64; below 0 where the block holds no token.
+            view: Slots that the block's queries may look at; at least the largest position + 1.
+
+        Raises:
+            ValueError: If `view` exceeds the capacity.
+        """
+        if view > self.plan.capacity:
+            msg = f"view: {view} slots asked for, but the cache holds {self.plan.capacity}; call reserve({view}) first."
+            raise ValueError(msg)
+        self.plan.aim(positions.masked_fill(positions < 0, self.plan.capacity), view)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` tokens per row, growing geometrically when there is not enough."""
+        if slots <= self.plan.capacity:
+            return
+        capacity = max(slots, int(self.plan.capacity * GROWTH))
+        for layer in self.layers:
+            layer.grow(capacity)
+        self.plan.capacity = capacity
+
+    def select_rows(self, index: LongTensor) -> None:
+        """Keep the rows in `index` (int64, `[kept]`), in that order."""
+        for layer in self.layers:
+            layer.select_rows(index)

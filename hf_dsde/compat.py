@@ -1,0 +1,79 @@
+"""The differences between transformers versions, and nothing else.
+
+Supported: 5.17 to 5.24. Whatever a newer release renames is answered here, so that no other file asks for a version.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names of the cache argument of `forward`, newest first: `cache` since 5.24, `past_key_values` before."""
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name under which `model.forward` takes its key-value cache.
+
+    Raises:
+        ValueError: If `forward` takes no key-value cache under any known name.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in parameters:
+            return name
+    msg = (
+        f"model: {type(model).__name__}.forward takes none of {CACHE_ARGUMENTS}; batched assisted generation needs a "
+        "decoder-only model with a key-value cache. Generate without `speculation_policy`."
+    )
+    raise ValueError(msg)
+
+
+def given_cache(model_kwargs: dict[str, Any]) -> Any:
+    """Return the cache object that `generate` prepared or the user passed, None when there is none."""
+    return next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
+
+
+def supports_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether `forward` can be told to compute the logits of the last positions only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def layer_types(config: PretrainedConfig) -> list[str]:
+    """Return the attention type of each decoder layer, such as `full_attention` or `sliding_attention`.
+
+    Older configurations carry no `layer_types`; there, a `sliding_window` means that every layer slides.
+    """
+    declared = getattr(config, "layer_types", None)
+    if declared is not None:
+        return list(declared)
+    if getattr(config, "sliding_window", None) is not None:
+        return ["sliding_attention"] * config.num_hidden_layers
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return ["chunked_attention"] * config.num_hidden_layers
+    return ["full_attention"] * config.num_hidden_layers
+
+
+def attention_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return `config` and its nested configurations: each holds an attention setting of its own."""
+    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return [config, *(sub for sub in nested if isinstance(sub, PretrainedConfig))]
+
+
+def get_attention_setting(config: PretrainedConfig) -> Any:
+    """Return the attention implementation stored in `config`, as `set_attention_setting` takes it back."""
+    return config.__dict__.get("_attn_implementation_internal")
+
+
+def set_attention_setting(config: PretrainedConfig, value: Any) -> None:
+    """Store an attention implementation in `config` alone: the public setter would touch nested ones as well."""
+    config.__dict__["_attn_implementation_internal"] = value
+
+
+def output_fields(output: GenerateDecoderOnlyOutput) -> dict[str, torch.Tensor]:
+    """Return the fields of a `generate` output that are set, without the cache, whose name differs by version."""
+    return {name: value for name, value in output.items() if name not in CACHE_ARGUMENTS}

@@ -1,0 +1,179 @@
+"""Every knob of speculative decoding, validated, immutable, and kept in `speculation_config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+
+from hf_dsde.argument_checks import check_choice, check_flag, check_integer
+from hf_dsde.policies.base import StoppingPolicy
+from hf_dsde.policies.registry import create_policy
+
+CONFIG_NAME = "speculation_config.json"
+RUNNERS = ("eager",)
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How `generate` speculates. Checked when it is made; change one with `replace`.
+
+    Attributes:
+        policy: Name of the policy that decides how many tokens each row drafts.
+        policy_arguments: Keyword arguments of that policy, as JSON holds them (tuples become lists).
+        max_draft_length: The most tokens any row drafts in a round, whatever the policy asks for.
+        fill_to_batch: Whether every active row drafts as many tokens as the batch's longest. Free in a padded pass.
+        runner: How forward passes are run.
+        width_buckets: Numbers of tokens per row to which a pass is padded, ascending; a wider pass is padded to a
+            multiple of the largest. None takes the runner's own.
+        view_bucket: Cache views are multiples of this many slots.
+        prefill_chunk: Prompt tokens per row and prefill pass.
+        cost_probe: Whether one round of a long call runs without drafts, to measure what a plain step costs.
+        packed_attention: Whether query heads that share a key-value head are folded into the query length.
+    """
+
+    policy: str = "dsde"
+    policy_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+    max_draft_length: int = 32
+    fill_to_batch: bool = False
+    runner: str = "eager"
+    width_buckets: tuple[int, ...] | None = None
+    view_bucket: int = 64
+    prefill_chunk: int = 512
+    cost_probe: bool = True
+    packed_attention: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field and bring it into the form that JSON gives back."""
+        if not isinstance(self.policy, str):
+            raise TypeError(
+                f"`policy` is {self.policy!r}, but a policy's name is needed. "
+                "Register your own policy with `hf_dsde.policies.register` to give it one."
+            )
+        object.__setattr__(self, "policy_arguments", _plain_arguments(self.policy_arguments))
+        check_integer(
+            "max_draft_length", self.max_draft_length, 1, way_out="To decode without drafts, use policy 'static' with 0."
+        )
+        check_flag("fill_to_batch", self.fill_to_batch)
+        check_choice("runner", self.runner, RUNNERS)
+        object.__setattr__(self, "width_buckets", _ascending_buckets(self.width_buckets))
+        check_integer("view_bucket", self.view_bucket, 1)
+        check_integer("prefill_chunk", self.prefill_chunk, 1)
+        check_flag("cost_probe", self.cost_probe)
+        check_flag("packed_attention", self.packed_attention)
+        self.build_policy()
+
+    def build_policy(self) -> StoppingPolicy:
+        """A new policy with these arguments."""
+        return create_policy(self.policy, **self.policy_arguments)
+
+    def replace(self, **changes: Any) -> SpeculationConfig:
+        """A copy with some fields changed, checked again.
+
+        Arguments belong to a policy: a new `policy` without `policy_arguments` starts from that policy's defaults.
+        """
+        _refuse_unknown(changes)
+        if changes.get("policy", self.policy) != self.policy:
+            changes.setdefault("policy_arguments", {})
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON holds them."""
+        values: dict[str, Any] = json.loads(json.dumps({f.name: getattr(self, f.name) for f in fields(self)}))
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeculationConfig:
+        """The config that `to_dict` described; absent fields take their defaults, unknown ones are refused."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"`values` is {values!r}, but a mapping of field names to values is needed.")
+        _refuse_unknown(values)
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """All fields as indented JSON text."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> SpeculationConfig:
+        """The config that `to_json` wrote."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as failure:
+            raise ValueError(f"`text` is no JSON ({failure}). `SpeculationConfig().to_json()` shows the form.") from failure
+        return cls.from_dict(values)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `speculation_config.json` into a folder, which is made if it does not exist."""
+        folder = Path(folder)
+        if folder.is_file():
+            raise NotADirectoryError(f"`folder` is {str(folder)!r}, which is a file. Pass the folder to write into.")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_NAME).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder_or_repo_id: str | Path, **hub_arguments: Any) -> SpeculationConfig:
+        """Read `speculation_config.json` from a local folder or else from a repository on the Hub.
+
+        Args:
+            folder_or_repo_id: A folder that exists, or a repository's id.
+            hub_arguments: Passed to `huggingface_hub.hf_hub_download` (`revision`, `token`, `subfolder`,
+                `local_files_only`, ...). For a local folder only `subfolder` has a meaning.
+        """
+        folder = Path(folder_or_repo_id)
+        if folder.is_dir():
+            path = folder / (hub_arguments.get("subfolder") or "") / CONFIG_NAME
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"The folder {str(folder_or_repo_id)!r} has no {path.relative_to(folder)}. "
+                    "Write one with `SpeculationConfig(...).save_pretrained(folder)`."
+                )
+        else:
+            path = Path(hf_hub_download(str(folder_or_repo_id), CONFIG_NAME, **hub_arguments))
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (TypeError, ValueError) as failure:
+            raise ValueError(f"{path} holds no valid speculation config: {failure}") from failure
+
+
+def _refuse_unknown(values: Mapping[str, Any]) -> None:
+    known = [f.name for f in fields(SpeculationConfig)]
+    for name in values:
+        if name not in known:
+            close = get_close_matches(str(name), known, n=1)
+            hint = f"Did you mean `{close[0]}`? " if close else ""
+            raise ValueError(
+                f"SpeculationConfig has no field `{name}`. {hint}Its fields are: {', '.join(known)}. "
+                "Arguments of a policy belong into `policy_arguments`."
+            )
+
+
+def _plain_arguments(arguments: Any) -> dict[str, Any]:
+    """A copy of a policy's arguments as JSON gives them back."""
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise TypeError(f"`policy_arguments` is {arguments!r}, but a dict with argument names as keys is needed.")
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(arguments), allow_nan=False))
+    except (TypeError, ValueError) as failure:
+        raise TypeError(
+            f"`policy_arguments` is {arguments!r}, but values that JSON can hold are needed ({failure}). "
+            "Use numbers, strings, booleans, None, lists and dicts."
+        ) from failure
+    return copy
+
+
+def _ascending_buckets(buckets: Any) -> tuple[int, ...] | None:
+    """The buckets as a tuple, if they ascend."""
+    if buckets is None:
+        return None
+    accepted = "ascending integers of at least 1, or None, are needed"
+    if not isinstance(buckets, (list, tuple)) or any(isinstance(b, bool) or not isinstance(b, int) for b in buckets):
+        raise TypeError(f"`width_buckets` is {buckets!r}, but {accepted}.")
+    if not buckets or buckets[0] < 1 or any(a >= b for a, b in zip(buckets, buckets[1:])):
+        raise ValueError(f"`width_buckets` is {buckets!r}, but {accepted}.")
+    return tuple(buckets)

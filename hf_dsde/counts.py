@@ -1,0 +1,236 @@
+"""Counts of a call of `generate`: per row, per round, per position of a block, and their sums.
+
+Nothing in this file is a ratio; those are derived once, in `statistics.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_dsde.policies.base import PhaseTimes
+
+
+@dataclass(frozen=True)
+class RoundCounts:
+    """One round, summed over the rows whose text it extended.
+
+    Attributes:
+        active: Rows that were generating and whose text had not ended before this round.
+        drafted: Draft tokens that lie inside the texts.
+        past_end: Draft tokens that lie past the end of a text which ended inside this block.
+        accepted: Draft tokens that the target accepted and that are part of a text.
+        emitted: Tokens the texts gained, bonus tokens included.
+        draft_steps: Forward passes of the draft.
+        pass_width: Columns of the target's pass, padding included.
+        padding: Columns of active rows that carried no real token, summed over those rows.
+        idle: Columns of rows that had nothing left to generate, summed over those rows.
+        draft_seconds: Seconds spent drafting.
+        verify_seconds: Seconds spent in the target's pass and in judging its result.
+        bookkeeping_seconds: Seconds spent on everything else.
+    """
+
+    active: int
+    drafted: int
+    past_end: int
+    accepted: int
+    emitted: int
+    draft_steps: int
+    pass_width: int
+    padding: int
+    idle: int
+    draft_seconds: float
+    verify_seconds: float
+    bookkeeping_seconds: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nobody drafted, so that the round was one step of plain decoding."""
+        return self.draft_steps == 0 and self.pass_width == 1
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """One row, summed over its rounds. Fields as in `RoundCounts`; `emitted` is the length of the row's output."""
+
+    rounds: int
+    drafted: int
+    past_end: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True)
+class SpeculationCounts:
+    """Counts of one call of `generate`, or of several that were merged.
+
+    Attributes:
+        policy: Name of the policy that chose the draft lengths.
+        rows: Counts of each row.
+        rounds: Counts of each round, in order.
+        drafted_by_position: For each position of a block, how many draft tokens inside the texts stood there.
+        accepted_by_position: How many of those were accepted.
+        plain_steps: Steps that plain decoding of the same texts takes, that is the length of the longest output;
+            summed over the calls when merged.
+        prefill_seconds: Seconds spent on the prompts, in both models.
+    """
+
+    policy: str
+    rows: tuple[RowCounts, ...]
+    rounds: tuple[RoundCounts, ...]
+    drafted_by_position: tuple[int, ...]
+    accepted_by_position: tuple[int, ...]
+    plain_steps: int
+    prefill_seconds: float
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens inside the texts; `past_end` counts the others."""
+        return sum(row.drafted for row in self.rows)
+
+    @property
+    def past_end(self) -> int:
+        """Draft tokens past the end of a text that ended inside their block."""
+        return sum(row.past_end for row in self.rows)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that became part of a text."""
+        return sum(row.accepted for row in self.rows)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens of all outputs together."""
+        return sum(row.emitted for row in self.rows)
+
+    @property
+    def row_rounds(self) -> int:
+        """Rounds that extended a row, summed over the rows."""
+        return sum(row.rounds for row in self.rows)
+
+    @property
+    def draft_steps(self) -> int:
+        """Forward passes of the draft."""
+        return sum(r.draft_steps for r in self.rounds)
+
+    @property
+    def padding(self) -> int:
+        """Columns of target passes that carried no real token of an active row."""
+        return sum(r.padding for r in self.rounds)
+
+    @property
+    def idle(self) -> int:
+        """Columns of target passes that belonged to rows with nothing left to generate."""
+        return sum(r.idle for r in self.rounds)
+
+    @property
+    def draft_seconds(self) -> float:
+        """Seconds spent drafting."""
+        return math.fsum(r.draft_seconds for r in self.rounds)
+
+    @property
+    def verify_seconds(self) -> float:
+        """Seconds spent in the target's passes and in judging their results."""
+        return math.fsum(r.verify_seconds for r in self.rounds)
+
+    @property
+    def bookkeeping_seconds(self) -> float:
+        """Seconds of the rounds that were neither drafting nor verifying."""
+        return math.fsum(r.bookkeeping_seconds for r in self.rounds)
+
+    @property
+    def total_seconds(self) -> float:
+        """All measured seconds, prefill included."""
+        return self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.bookkeeping_seconds
+
+
+@dataclass(frozen=True)
+class RecordedRound:
+    """A round as the loop reported it, before texts are settled; one entry per row."""
+
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    emitted: tuple[int, ...]
+    active: tuple[bool, ...]
+    draft_steps: int
+    pass_width: int
+    times: PhaseTimes
+
+
+def check_round(entry: RecordedRound, rows: int) -> None:
+    """Raise ValueError if the numbers of a round contradict each other."""
+    for name in ("drafted", "accepted", "emitted", "active"):
+        if len(getattr(entry, name)) != rows:
+            raise ValueError(f"`{name}` has {len(getattr(entry, name))} entries; need one per row, {rows}.")
+    for row in range(rows):
+        drafted, accepted, emitted = entry.drafted[row], entry.accepted[row], entry.emitted[row]
+        if not entry.active[row] and (drafted or accepted or emitted):
+            raise ValueError(
+                f"Row {row} is not `active` but has drafted={drafted}, accepted={accepted}, emitted={emitted}; "
+                f"pass zeros for finished rows."
+            )
+        if not (0 <= accepted <= drafted and 0 <= emitted <= accepted + 1):
+            raise ValueError(
+                f"Row {row} has drafted={drafted}, accepted={accepted}, emitted={emitted}; "
+                f"need 0 <= accepted <= drafted and 0 <= emitted <= accepted + 1."
+            )
+    widest = max(entry.drafted, default=0)
+    if entry.pass_width < widest + 1:
+        raise ValueError(
+            f"`pass_width` is {entry.pass_width}, but the longest draft of {widest} tokens needs {widest + 1} columns."
+        )
+
+
+def settle(entry: RecordedRound, row: int, left: list[int]) -> RowCounts:
+    """What a round counts for a row whose text still lacks `left[row]` tokens; takes them off `left`."""
+    if not entry.active[row] or not left[row]:
+        return RowCounts(0, 0, 0, 0, 0)
+    drafted, accepted = entry.drafted[row], entry.accepted[row]
+    emitted = min(entry.emitted[row], left[row])
+    left[row] -= emitted
+    # A text that ends before the bonus token leaves draft tokens behind which nobody judged: to call them rejected
+    # would bias the acceptance rate, to call them accepted would count tokens that are in no output.
+    ends_inside_block = left[row] == 0 and emitted <= accepted
+    inside = min(drafted, emitted) if ends_inside_block else drafted
+    return RowCounts(1, inside, drafted - inside, min(accepted, emitted), emitted)
+
+
+def sum_rows(counts: Sequence[RowCounts]) -> RowCounts:
+    """Add up counts of one row over rounds, or of one round over rows."""
+    return RowCounts(
+        rounds=sum(c.rounds for c in counts),
+        drafted=sum(c.drafted for c in counts),
+        past_end=sum(c.past_end for c in counts),
+        accepted=sum(c.accepted for c in counts),
+        emitted=sum(c.emitted for c in counts),
+    )
+
+
+def count_round(entry: RecordedRound, settled: Sequence[RowCounts]) -> RoundCounts:
+    """One round from what `settle` left of it in each row."""
+    total = sum_rows(settled)
+    real_columns = total.rounds + total.drafted + total.past_end
+    return RoundCounts(
+        active=total.rounds,
+        drafted=total.drafted,
+        past_end=total.past_end,
+        accepted=total.accepted,
+        emitted=total.emitted,
+        draft_steps=entry.draft_steps,
+        pass_width=entry.pass_width,
+        padding=total.rounds * entry.pass_width - real_columns,
+        idle=(len(settled) - total.rounds) * entry.pass_width,
+        draft_seconds=entry.times.draft,
+        verify_seconds=entry.times.verify,
+        bookkeeping_seconds=entry.times.bookkeeping,
+    )
+
+
+def blocks_beyond(block_lengths: Sequence[int], positions: int | None = None) -> tuple[int, ...]:
+    """How many blocks reach beyond each position."""
+    if positions is None:
+        positions = max(block_lengths, default=0)
+    return tuple(sum(length > position for length in block_lengths) for position in range(positions))

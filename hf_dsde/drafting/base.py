@@ -1,0 +1,118 @@
+"""The contract between the decoding loop and whatever proposes draft tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import BoolTensor, FloatTensor, LongTensor
+
+from hf_dsde.policies.base import Signal, StoppingPolicy
+from hf_dsde.sequences import SequenceBatch
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """How much the rows may draft in a round.
+
+    Attributes:
+        lengths: The most tokens each row drafts, `[rows]`, int64; 0 for rows that have finished.
+        length_counts: The same on the host.
+        active: Rows still being generated, `[rows]`, bool.
+        active_rows: The same on the host.
+    """
+
+    lengths: LongTensor
+    length_counts: Sequence[int]
+    active: BoolTensor
+    active_rows: Sequence[bool]
+
+    @property
+    def width(self) -> int:
+        """The longest draft asked for."""
+        return max(self.length_counts, default=0)
+
+
+@dataclass(frozen=True)
+class CandidateBatch:
+    """Draft tokens of a round, padded to the longest. All tensors are on the device of the sequences.
+
+    Attributes:
+        tokens: `[rows, width]`, int64; anything beyond a row's length.
+        lengths: Tokens that each row really drafted, `[rows]`, int64.
+        probs: The distributions that the tokens were drawn from, `[rows, width, vocabulary]`, float32, over the
+            target's vocabulary. None when tokens are greedy choices.
+        steps: Forward passes of the draft.
+        logits: The draft's raw logits, shaped like `probs`, float32. None unless `Signal.KLD` is required.
+        entropy: Entropy of the raw distributions, `[rows, width]`, float32, nats. None unless required.
+        confidence: Probability of each token under the processed scores, `[rows, width]`, float32. None unless
+            required.
+    """
+
+    tokens: LongTensor
+    lengths: LongTensor
+    probs: FloatTensor | None
+    steps: int
+    logits: FloatTensor | None = None
+    entropy: FloatTensor | None = None
+    confidence: FloatTensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Tokens drafted by the row that drafted most."""
+        return self.tokens.shape[1]
+
+    @classmethod
+    def nothing(
+        cls, lengths: LongTensor, vocabulary_size: int, do_sample: bool, required: frozenset[Signal]
+    ) -> CandidateBatch:
+        """Return the candidates of a round in which nobody drafts: every tensor is there, with no columns.
+
+        Args:
+            lengths: Any lengths of the batch, `[rows]`, int64; their shape and device are taken.
+            vocabulary_size: Size of the target's vocabulary.
+            do_sample: Whether a distribution belongs to each token.
+            required: Signals that the policy asks for.
+        """
+        column = lengths.new_empty(len(lengths), 0)
+        scalars = column.float()
+        distributions = lengths.new_empty(len(lengths), 0, vocabulary_size, dtype=torch.float32)
+        return cls(
+            tokens=column,
+            lengths=torch.zeros_like(lengths),
+            probs=distributions if do_sample else None,
+            steps=0,
+            logits=distributions if Signal.KLD in required else None,
+            entropy=scalars if Signal.ENTROPY in required else None,
+            confidence=scalars if Signal.CONFIDENCE in required else None,
+        )
+
+
+class Drafter(ABC):
+    """Proposes tokens for every row of a batch."""
+
+    @abstractmethod
+    def active(self) -> AbstractContextManager[None]:
+        """Hold whatever settings `propose` needs for the duration of a `with` block."""
+
+    @abstractmethod
+    def prefill(self, sequences: SequenceBatch) -> None:
+        """Take in the prompts."""
+
+    @abstractmethod
+    def room(self, sequences: SequenceBatch) -> LongTensor | None:
+        """The most tokens each row can draft next, `[rows]`, int64; None when there is no limit."""
+
+    @abstractmethod
+    def propose(self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy) -> CandidateBatch:
+        """Draft, asking `policy` after every token whether rows shall stop behind it.
+
+        The tokens are also written behind the text of `sequences`, where logits processors look for them.
+        """
+
+    @abstractmethod
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn how many tokens each row drafted in the last proposal, and how many of them were accepted."""

@@ -1,0 +1,183 @@
+"""A smaller language model as drafter.
+
+The draft keeps a ragged cache of its own. It is not rolled back and not kept in step with the target's: the first
+forward pass of a round feeds the last tokens of every row, as many as the row that is furthest behind misses. Feeding a
+token again writes the same key and value into the same slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import BoolTensor, FloatTensor, LongTensor, Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from hf_dsde import signals
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
+from hf_dsde.policies.base import DraftStep, Signal, StoppingPolicy
+from hf_dsde.runner import create_runner
+from hf_dsde.sampling import BlockProcessor, choose, processors_on
+from hf_dsde.sequences import SequenceBatch
+
+
+@dataclass
+class _Proposal:
+    """What a round's draft steps bring, one entry per step."""
+
+    tokens: list[LongTensor] = field(default_factory=list)
+    probs: list[FloatTensor] = field(default_factory=list)
+    logits: list[FloatTensor] = field(default_factory=list)
+    entropy: list[FloatTensor] = field(default_factory=list)
+    confidence: list[FloatTensor] = field(default_factory=list)
+
+    def add(self, step: DraftStep, probs: FloatTensor | None, signals_needed: frozenset[Signal]) -> None:
+        """Keep a step's tokens, the law they were drawn from, and the signals somebody asked for."""
+        self.tokens.append(step.tokens)
+        if probs is not None:
+            self.probs.append(probs)
+        if Signal.KLD in signals_needed:
+            self.logits.append(step.logits)
+        if Signal.ENTROPY in signals_needed:
+            self.entropy.append(step.entropy)
+        if Signal.CONFIDENCE in signals_needed:
+            self.confidence.append(step.confidence)
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a causal language model over the target's vocabulary.
+
+    Args:
+        model: The draft.
+        sequences: The batch it will draft for.
+        vocabulary_size: Size of the target's vocabulary. Ids that only one of the two models has are padding: the
+            draft never proposes them.
+        processors: Logits processors of the call; the draft samples through them, as it should resemble the target.
+        do_sample: Draw tokens if True, take the most likely ones otherwise.
+        capacity: Tokens per row the cache shall hold to begin with.
+        config: Buckets and attention settings.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sequences: SequenceBatch,
+        vocabulary_size: int,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        capacity: int,
+        config: SpeculationConfig,
+    ) -> None:
+        self._runner = create_runner(model, sequences.rows, capacity, config)
+        self._device = self._runner.device
+        self._vocabulary_size = vocabulary_size
+        self._do_sample = do_sample
+        on_device = self._device == sequences.device
+        self._process = BlockProcessor(processors if on_device else processors_on(processors, self._device))
+        self._context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._cached = [0] * sequences.rows
+        self._caught_up: list[int | None] = []
+
+    def active(self) -> AbstractContextManager[None]:
+        """Hold the draft's attention setting."""
+        return self._runner.active()
+
+    def prefill(self, sequences: SequenceBatch) -> None:
+        """Store every prompt but for its last token, which the first draft step feeds."""
+        limit = self._context if self._context is not None else max(sequences.prompt_lengths)
+        self._cached = [min(length - 1, limit) for length in sequences.prompt_lengths]
+        prompts = sequences.prompts().to(self._device)
+        self._runner.prefill(prompts, torch.tensor(self._cached, device=self._device), max(self._cached))
+
+    def room(self, sequences: SequenceBatch) -> LongTensor | None:
+        """A row can draft until it has filled the draft's context."""
+        return None if self._context is None else (self._context - sequences.lengths).clamp_min(0)
+
+    def propose(self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy) -> CandidateBatch:
+        """Draft up to `request.width` tokens, one forward pass each."""
+        lengths = request.lengths.to(self._device)
+        drafted = torch.zeros_like(lengths)
+        drafting = lengths > 0
+        proposal = _Proposal()
+        logits = self._catch_up(sequences, request)
+        for position in range(request.width):
+            if position > 0:
+                logits = self._feed(sequences, proposal.tokens[-1], position, drafting)
+            counts = [int(position < length) for length in request.length_counts]
+            scores = self._process(logits[:, None], sequences, counts, offset=position)[:, 0]
+            tokens, probs = choose(scores, self._do_sample)
+            sequences.write_behind(tokens[:, None].to(sequences.device), offset=position)
+            step = DraftStep(position, tokens, logits, scores, drafting)
+            proposal.add(step, probs, policy.requires)
+            drafted = drafted + drafting
+            drafting = drafting & (lengths > position + 1)
+            if policy.stops_inside_round:
+                drafting = self._ask(policy, step, drafting, sequences.device)
+                if position + 1 < request.width and not bool(drafting.any()):
+                    break
+        return self._candidates(proposal, drafted, sequences.device)
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Note how much of each row's cache holds text: what was caught up, and the draft tokens that were accepted.
+
+        The last draft token of a row was proposed but never fed.
+        """
+        for row, length in enumerate(self._caught_up):
+            if length is not None:
+                self._cached[row] = length + min(accepted[row], max(drafted[row] - 1, 0))
+        self._caught_up = []
+
+    def _catch_up(self, sequences: SequenceBatch, request: DraftRequest) -> FloatTensor:
+        """Feed what each row misses up to its last token; return the logits behind it, `[rows, vocabulary]`."""
+        lengths = sequences.length_counts
+        fits = [
+            drafts > 0 or (active and (self._context is None or length <= self._context))
+            for drafts, active, length in zip(request.length_counts, request.active_rows, lengths, strict=True)
+        ]
+        missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
+        width = max(count for count, fit in zip(missing, fits, strict=True) if fit)
+        tokens, positions = sequences.tail(width)
+        positions = positions.masked_fill(~torch.tensor(fits, device=positions.device)[:, None], -1)
+        longest = max(length for length, fit in zip(lengths, fits, strict=True) if fit)
+        self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
+        return self._align(self._runner.forward(tokens, positions, longest, keep=1)[:, 0])
+
+    def _feed(self, sequences: SequenceBatch, tokens: LongTensor, position: int, drafting: BoolTensor) -> FloatTensor:
+        """Feed the draft tokens of the step before; return the logits behind them, `[rows, vocabulary]`."""
+        slots = (sequences.lengths.to(self._device) + position - 1).masked_fill(~drafting, -1)
+        longest = max(sequences.length_counts) + position
+        return self._align(self._runner.forward(tokens[:, None], slots[:, None], longest, keep=1)[:, 0])
+
+    def _align(self, logits: FloatTensor) -> FloatTensor:
+        """Bring logits to the target's vocabulary: ids the draft lacks get no probability, ids only it has are cut."""
+        missing = self._vocabulary_size - logits.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits[..., : self._vocabulary_size]
+
+    def _ask(
+        self, policy: StoppingPolicy, step: DraftStep, drafting: BoolTensor, device: torch.device
+    ) -> BoolTensor:
+        """Ask the policy, whose tensors live on `device`, which rows go on drafting."""
+        stops = policy.should_stop(step.to(device))
+        return drafting if stops is None else drafting & ~stops.to(drafting.device)
+
+    def _candidates(self, proposal: _Proposal, drafted: LongTensor, device: torch.device) -> CandidateBatch:
+        """Stack the steps and bring them to the sequences' device, once per round."""
+
+        def stacked(steps: Sequence[Tensor]) -> Tensor | None:
+            return torch.stack(list(steps), dim=1).to(device) if steps else None
+
+        tokens = torch.stack(proposal.tokens, dim=1).to(device)
+        return CandidateBatch(
+            tokens=tokens,
+            lengths=drafted.to(device),
+            probs=stacked(proposal.probs),
+            steps=len(proposal.tokens),
+            logits=stacked(proposal.logits),
+            entropy=stacked(proposal.entropy),
+            confidence=stacked(proposal.confidence),
+        )

@@ -1,0 +1,145 @@
+"""From the arguments of `generate` to the parts of a loop, and from the loop's result to the output of `generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import LongTensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_dsde import refusals
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.drafting.model import ModelDrafter
+from hf_dsde.loop import Recording, SpeculativeLoop
+from hf_dsde.outputs import SpeculativeGenerateOutput, StepRecorder
+from hf_dsde.policies.base import StoppingPolicy
+from hf_dsde.runner import create_runner
+from hf_dsde.sequences import SequenceBatch
+from hf_dsde.stopping import length_limit
+from hf_dsde.token_feed import TokenFeed
+
+RESERVED_NEW_TOKENS = 1024
+"""Generated tokens per row that caches have room for from the start; longer texts let them grow."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How one call speculates."""
+
+    policy: StoppingPolicy
+    config: SpeculationConfig
+
+    @classmethod
+    def of(
+        cls, policy: str | StoppingPolicy | SpeculationConfig | None, config: SpeculationConfig | None
+    ) -> Speculation:
+        """Read `speculation_policy` and `speculation_config`.
+
+        Args:
+            policy: A policy's name, a policy, or a `SpeculationConfig`. None leaves the choice to `config`.
+            config: Every other setting, and the policy when `policy` is None.
+
+        Raises:
+            TypeError: If either is of another type.
+            ValueError: If a `SpeculationConfig` is given twice, or the name is unknown.
+        """
+        if config is not None and not isinstance(config, SpeculationConfig):
+            msg = f"speculation_config: expected a SpeculationConfig, got {type(config).__name__}."
+            raise TypeError(msg)
+        if isinstance(policy, SpeculationConfig):
+            if config is not None:
+                msg = (
+                    "speculation_config: a SpeculationConfig was already given as speculation_policy; pass one of them."
+                )
+                raise ValueError(msg)
+            return cls(policy.build_policy(), policy)
+        config = config or SpeculationConfig()
+        if policy is None:
+            return cls(config.build_policy(), config)
+        if isinstance(policy, StoppingPolicy):
+            return cls(policy, config)
+        if isinstance(policy, str):
+            if policy == config.policy:
+                return cls(config.build_policy(), config)
+            return cls(config.replace(policy=policy, policy_arguments={}).build_policy(), config)
+        msg = (
+            f"speculation_policy: expected a policy's name, a StoppingPolicy or a SpeculationConfig, got "
+            f"{type(policy).__name__}."
+        )
+        raise TypeError(msg)
+
+
+def generate_speculatively(
+    model: PreTrainedModel,
+    input_ids: LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    speculation: Speculation,
+    *,
+    assistant_model: PreTrainedModel,
+    streamer: BaseStreamer | None = None,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> SpeculativeGenerateOutput | LongTensor:
+    """Run the loop on what `generate` has prepared. Arguments are those of transformers' decoding methods.
+
+    Raises:
+        ValueError: For any reason named in `hf_dsde.refusals`.
+    """
+    refusals.check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
+    config = speculation.config
+    limit = length_limit(stopping_criteria, generation_config.max_length)
+    sequences = SequenceBatch(
+        input_ids,
+        model_kwargs.get("attention_mask", torch.ones_like(input_ids)),
+        max_new_tokens=max(limit - input_ids.shape[1], 1),
+        scratch=config.max_draft_length + 1,
+        pad_token=_scalar(generation_config._pad_token_tensor),
+    )
+    new_tokens = min(sequences.max_new_tokens, RESERVED_NEW_TOKENS)
+    capacity = max(sequences.prompt_lengths) + new_tokens + config.max_draft_length
+    drafter = ModelDrafter(
+        assistant_model,
+        sequences,
+        vocabulary_size=model.config.get_text_config(decoder=True).vocab_size,
+        processors=logits_processor,
+        do_sample=bool(generation_config.do_sample),
+        capacity=capacity,
+        config=config,
+    )
+    wants_scores = generation_config.return_dict_in_generate and generation_config.output_scores
+    wants_logits = generation_config.return_dict_in_generate and generation_config.output_logits
+    recording = Recording(
+        scores=StepRecorder(sequences.rows) if wants_scores else None,
+        logits=StepRecorder(sequences.rows) if wants_logits else None,
+    )
+    loop = SpeculativeLoop(
+        target=create_runner(model, sequences.rows, capacity, config),
+        drafter=drafter,
+        policy=speculation.policy,
+        sequences=sequences,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        do_sample=bool(generation_config.do_sample),
+        config=config,
+        recording=recording,
+        feed=TokenFeed(streamer, sequences.rows),
+    )
+    text, lengths, statistics = loop.run()
+    statistics.warn_if_losing(stacklevel=2)
+    if not generation_config.return_dict_in_generate:
+        return text
+    return SpeculativeGenerateOutput(
+        sequences=text,
+        scores=None if recording.scores is None else recording.scores.steps(max(lengths)),
+        logits=None if recording.logits is None else recording.logits.steps(max(lengths)),
+        speculation_statistics=statistics,
+    )
+
+
+def _scalar(token: torch.Tensor | None) -> int | None:
+    return None if token is None else int(token.reshape(-1)[0])

@@ -1,0 +1,217 @@
+"""How `generate` reaches the loop: a subclass per model class, with three methods of `GenerationMixin` overridden.
+
+`generate` looks its decoding method up on the class, so an enabled model gets its class swapped for a cached subclass of
+the same name. Everything else about the model stays: saving, pickling, copying, and `generate` without a
+`speculation_policy`, which goes the stock way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import LongTensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
+
+from hf_dsde import refusals
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.generation import Speculation, generate_speculatively
+from hf_dsde.outputs import SpeculativeGenerateOutput
+from hf_dsde.policies.base import StoppingPolicy
+
+_SPECULATION = "_hf_dsde_speculation"
+"""Attribute of a call's own copy of the generation config that carries the policy from one override to the next."""
+
+
+def _prepare_generation_config(
+    parent: Callable[..., Any], model: PreTrainedModel, generation_config: GenerationConfig | None, **kwargs: Any
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    policy = kwargs.pop("speculation_policy", None)
+    config = kwargs.pop("speculation_config", None)
+    prepared, model_kwargs = parent(model, generation_config, **kwargs)
+    if policy is not None or config is not None:
+        setattr(prepared, _SPECULATION, Speculation.of(policy, config))
+    return prepared, model_kwargs
+
+
+def _validate_generation_mode(
+    parent: Callable[..., None],
+    model: PreTrainedModel,
+    generation_mode: GenerationMode,
+    generation_config: GenerationConfig,
+    generation_mode_kwargs: dict[str, Any],
+) -> None:
+    if not hasattr(generation_config, _SPECULATION):
+        parent(model, generation_mode, generation_config, generation_mode_kwargs)
+        return
+    refusals.check_mode(generation_mode, generation_config, generation_mode_kwargs)
+    refusals.check_models(model, generation_mode_kwargs["assistant_model"])
+    refusals.check_tokenizers(
+        model,
+        generation_mode_kwargs["assistant_model"],
+        generation_mode_kwargs.get("tokenizer"),
+        generation_mode_kwargs.get("assistant_tokenizer"),
+    )
+
+
+def _assisted_decoding(
+    parent: Callable[..., Any],
+    model: PreTrainedModel,
+    input_ids: LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **kwargs: Any,
+) -> SpeculativeGenerateOutput | LongTensor:
+    speculation = getattr(generation_config, _SPECULATION, None)
+    if speculation is None:
+        return parent(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+    for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # what only the stock decoding method needs
+        kwargs.pop(name, None)
+    return generate_speculatively(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, speculation, **kwargs
+    )
+
+
+_OVERRIDES: dict[str, Callable[..., Any]] = {
+    "_prepare_generation_config": _prepare_generation_config,
+    "_validate_generation_mode": _validate_generation_mode,
+    "_assisted_decoding": _assisted_decoding,
+}
+
+
+def _override(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that hands the original, and everything it was called with, to the replacement."""
+
+    @functools.wraps(original)
+    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    return method
+
+
+class _Enabled:
+    """Marks the classes made by `enabled_class`. Pickles name the model's own class and enable it again on loading."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *rest = super().__reduce_ex__(max(int(protocol), 2))
+        return (_new_enabled, (type(self).__bases__[1],), *rest)
+
+
+def _new_enabled(model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    subclass = enabled_class(model_class)
+    return subclass.__new__(subclass)
+
+
+@functools.cache
+def enabled_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the subclass of `model_class` whose `generate` knows `speculation_policy`."""
+    methods = {name: _override(getattr(model_class, name), method) for name, method in _OVERRIDES.items()}
+    names = {"__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
+    return type(model_class.__name__, (_Enabled, model_class), {**methods, **names, "__doc__": model_class.__doc__})
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """Teach one model's `generate` the arguments `speculation_policy` and `speculation_config`.
+
+    Args:
+        model: The target. Enabling it twice does nothing.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: If the object has no `generate` of transformers.
+    """
+    if not isinstance(model, GenerationMixin):
+        msg = (
+            f"model: {type(model).__name__} has no transformers `generate`; pass the causal language model itself (for a "
+            "wrapper such as PEFT's, the model inside it)."
+        )
+        raise TypeError(msg)
+    if not isinstance(model, _Enabled):
+        model.__class__ = enabled_class(type(model))
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `enable`. Does nothing to a model that was not enabled."""
+    if isinstance(model, _Enabled):
+        model.__class__ = type(model).__bases__[1]
+    return model
+
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def install() -> None:
+    """Teach the `generate` of every transformers model, present and future. Installing twice does nothing."""
+    if _originals:
+        return
+    for name, method in _OVERRIDES.items():
+        _originals[name] = getattr(GenerationMixin, name)
+        setattr(GenerationMixin, name, _override(_originals[name], method))
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    while _originals:
+        name, original = _originals.popitem()
+        setattr(GenerationMixin, name, original)
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_model: PreTrainedModel | None = None,
+    speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
+    speculation_config: SpeculationConfig | None = None,
+    **kwargs: Any,
+) -> SpeculativeGenerateOutput | LongTensor:
+    """A decoding method for `model.generate(custom_generate=...)`, for models that shall not be enabled.
+
+    `generate` hands a custom method neither the assistant nor the streamer, so the assistant has to be bound:
+
+        model.generate(**inputs, custom_generate=functools.partial(hf_dsde.generate, assistant_model=draft))
+
+    Args:
+        model: The target.
+        input_ids: Prompts, left-padded, `[rows, width]`, int64.
+        logits_processor: As `generate` prepared them.
+        stopping_criteria: As `generate` prepared them.
+        generation_config: As `generate` prepared it.
+        assistant_model: The draft.
+        speculation_policy: A name, a policy, or a `SpeculationConfig`; "dsde" when neither this nor
+            `speculation_config` is given.
+        speculation_config: Everything else that can be set.
+        **kwargs: What `generate` prepared for the model's `forward`.
+
+    Returns:
+        What plain `generate` returns.
+
+    Raises:
+        ValueError: If no assistant was bound, or for any reason named in `hf_dsde.refusals`.
+    """
+    mode = GenerationMode.ASSISTED_GENERATION
+    if generation_config.num_beams > 1:
+        mode = GenerationMode.BEAM_SEARCH
+    refusals.check_mode(mode, generation_config, {"assistant_model": assistant_model})
+    assert assistant_model is not None
+    refusals.check_models(model, assistant_model)
+    refusals.check_tokenizers(model, assistant_model, None, None)
+    speculation = Speculation.of(speculation_policy, speculation_config)
+    return generate_speculatively(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        speculation,
+        assistant_model=assistant_model,
+        **kwargs,
+    )

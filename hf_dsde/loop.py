@@ -1,0 +1,284 @@
+"""The decoding loop: draft, verify, commit, observe. One round fits on one page; the rest is setting up and handing out.
+
+The loop decides nothing about lengths (a policy does), proposals (a drafter), acceptance (`verification`) or endings
+(`stopping`). It keeps one promise of its own: after drafting, a round waits for the device once, in `_fetch`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import BoolTensor, FloatTensor, LongTensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from hf_dsde import signals, verification
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
+from hf_dsde.outputs import StepRecorder
+from hf_dsde.policies.base import BatchInfo, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.runner import ModelRunner
+from hf_dsde.sampling import BlockProcessor, choose
+from hf_dsde.sequences import SequenceBatch
+from hf_dsde.statistics import SpeculationStatistics, StatisticsRecorder
+from hf_dsde.stopping import Stopping
+from hf_dsde.token_feed import TokenFeed
+from hf_dsde.timing import PhaseClock
+
+COST_PROBE_ROUND = 3
+"""The round that runs without drafts to measure a plain step: late enough that everything is warm."""
+COST_PROBE_MIN_TOKENS = 64
+"""Calls that may emit fewer tokens than this are not probed: a plain round would cost them too large a share."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is collected per step for the output."""
+
+    scores: StepRecorder | None = None
+    logits: StepRecorder | None = None
+
+    def add(self, scores: FloatTensor, logits: FloatTensor, emitted: list[int]) -> None:
+        """Keep a round's columns of emitted tokens; both tensors are `[rows, width, vocabulary]`, float32."""
+        if self.scores is not None:
+            self.scores.add(scores, emitted)
+        if self.logits is not None:
+            self.logits.add(logits, emitted)
+
+    def scores_until(self, step: int) -> tuple[FloatTensor, ...] | None:
+        """Return the scores of the first `step` steps; None when none are collected."""
+        return None if self.scores is None else self.scores.steps(step)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round after its commit: what was asked for, proposed, computed and kept."""
+
+    request: DraftRequest
+    candidates: CandidateBatch
+    logits: FloatTensor
+    scores: FloatTensor
+    verdict: verification.Verdict
+    kept: LongTensor
+    ended: BoolTensor
+
+
+class SpeculativeLoop:
+    """Generates a batch.
+
+    Args:
+        target: Runner of the target model.
+        drafter: Proposes tokens.
+        policy: Decides how many.
+        sequences: The batch, with its prompts.
+        processors: Logits processors of the call.
+        criteria: Stopping criteria of the call.
+        do_sample: Sample if True, decode greedily otherwise.
+        config: Everything else that can be set.
+        recording: Where scores and logits go, when the output shall have them.
+        feed: Takes tokens as soon as they are certain.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: ModelRunner,
+        drafter: Drafter,
+        policy: StoppingPolicy,
+        sequences: SequenceBatch,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        do_sample: bool,
+        config: SpeculationConfig,
+        recording: Recording,
+        feed: TokenFeed,
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._policy = policy
+        self._sequences = sequences
+        self._process = BlockProcessor(processors)
+        self._do_sample = do_sample
+        self._config = config
+        self._recording = recording
+        self._feed = feed
+        self._stopping = Stopping(criteria, sequences)
+        self._statistics = StatisticsRecorder(sequences.rows, policy.name)
+        self._clock = PhaseClock(sequences.device)
+        self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
+        self._times: PhaseTimes | None = None
+        self._rounds = 0
+
+    def run(self) -> tuple[LongTensor, list[int], SpeculationStatistics]:
+        """Generate until every row has ended.
+
+        Returns:
+            Prompts and generated tokens as plain `generate` pads them, `[rows, width]`, int64; the number of generated
+            tokens of each row; the statistics.
+        """
+        sequences, stopping = self._sequences, self._stopping
+        with ExitStack() as settings:
+            settings.enter_context(self._target.active())
+            settings.enter_context(self._drafter.active())
+            self._prefill()
+            self._start_policy()
+            request = self._first_request()
+            while any(request.active_rows):
+                request = self._round(request)
+        lengths = stopping.final_lengths()
+        self._feed.end()
+        return sequences.text(lengths, max(lengths)), lengths, self._statistics.finish(lengths)
+
+    def _round(self, request: DraftRequest) -> DraftRequest:
+        """Draft, verify, commit, observe; return what the next round shall draft."""
+        self._clock.start()
+        candidates = self._draft(request)
+        self._clock.mark()
+        logits = self._run_target(candidates, request)
+        scores = self._process(logits, self._sequences, self._columns(candidates, request))
+        verdict = self._verify(scores, candidates)
+        self._clock.mark()
+        new_tokens = _block(candidates.tokens, verdict)
+        counts = torch.where(request.active, verdict.accepted + 1, 0)
+        kept, ended = self._stopping.cut(new_tokens, counts)
+        self._sequences.append(new_tokens, kept)
+        done = _Round(request, candidates, logits, scores, verdict, kept, ended)
+        self._policy.observe(self._outcome(done))
+        lengths = self._bounded(self._policy.draft_lengths(), request.active & ~ended)
+        return self._request(lengths, self._settle(done, lengths))
+
+    def _draft(self, request: DraftRequest) -> CandidateBatch:
+        """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
+        if request.width > 0:
+            return self._drafter.propose(self._sequences, request, self._policy)
+        return CandidateBatch.nothing(request.lengths, self._vocabulary_size, self._do_sample, self._policy.requires)
+
+    def _run_target(self, candidates: CandidateBatch, request: DraftRequest) -> FloatTensor:
+        """Run the last token and the draft tokens of every row; return logits, `[rows, width + 1, vocabulary]`."""
+        last, position = self._sequences.tail(1)
+        tokens = torch.cat([last, candidates.tokens], dim=1)
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        real = (column <= candidates.lengths[:, None]) & request.active[:, None]
+        positions = (position + column).masked_fill(~real, -1)
+        longest = max(self._sequences.length_counts) + candidates.width
+        return self._target.forward(tokens, positions, longest).to(tokens.device)
+
+    def _columns(self, candidates: CandidateBatch, request: DraftRequest) -> list[int]:
+        """Return how many columns of each row the logits processors have to see."""
+        if not self._process.needs_history:
+            return []
+        lengths = candidates.lengths.tolist()
+        return [length + 1 if active else 0 for length, active in zip(lengths, request.active_rows, strict=True)]
+
+    def _verify(self, scores: FloatTensor, candidates: CandidateBatch) -> verification.Verdict:
+        if candidates.probs is None:
+            target_tokens, _ = choose(scores, do_sample=False)
+            return verification.greedy(target_tokens, candidates.tokens, candidates.lengths)
+        return verification.speculative_sampling(
+            scores.softmax(dim=-1), candidates.probs, candidates.tokens, candidates.lengths
+        )
+
+    def _outcome(self, done: _Round) -> RoundOutcome:
+        candidates = done.candidates
+        kld = None
+        if candidates.logits is not None:
+            kld = signals.kl_divergence(done.logits[:, : candidates.width], candidates.logits)
+        return RoundOutcome(
+            drafted=candidates.lengths,
+            accepted=done.verdict.accepted,
+            active=done.request.active,
+            kld=kld,
+            entropy=candidates.entropy,
+            confidence=candidates.confidence,
+            timings=self._times if Signal.TIMINGS in self._policy.requires else None,
+        )
+
+    def _bounded(self, lengths: LongTensor, active: BoolTensor) -> LongTensor:
+        """Lower the policy's lengths to what a row can use: the bonus token takes one of the tokens that remain."""
+        lengths = torch.where(active, lengths.clamp(0, self._config.max_draft_length), 0)
+        if self._config.fill_to_batch:
+            lengths = torch.where(active, lengths.max(), 0)
+        lengths = torch.minimum(lengths, (self._sequences.remaining - 1).clamp_min(0))
+        room = self._drafter.room(self._sequences)
+        return lengths if room is None else torch.minimum(lengths, room)
+
+    def _settle(self, done: _Round, lengths: LongTensor) -> list[int]:
+        """Bring the round to the host, end rows, hand out what became certain; return the next lengths' host copy."""
+        sequences, candidates = self._sequences, done.candidates
+        fetched = _fetch(
+            sequences.generated, done.kept, done.ended, done.verdict.accepted, candidates.lengths, lengths
+        )
+        generated, emitted, ended, accepted, drafted, next_lengths = fetched
+        sequences.synchronise(generated)
+        self._drafter.observe(drafted, accepted)
+        self._recording.add(done.scores, done.logits, emitted)
+        self._stopping.advance([bool(end) for end in ended], self._recording.scores_until)
+        self._feed.feed(sequences, self._stopping)
+        self._clock.mark()
+        self._times = self._clock.read()
+        self._rounds += 1
+        self._statistics.record_round(
+            drafted=drafted,
+            accepted=accepted,
+            emitted=emitted,
+            active=done.request.active_rows,
+            draft_steps=candidates.steps,
+            pass_width=candidates.width + 1,
+            times=self._times,
+        )
+        return next_lengths
+
+    def _request(self, lengths: LongTensor, length_counts: Sequence[int]) -> DraftRequest:
+        """Ask for `lengths`, of the rows that go on; of none in the round that measures a plain step."""
+        going_on = [not finished for finished in self._stopping.finished()]
+        probes = (
+            self._config.cost_probe
+            and self._rounds == COST_PROBE_ROUND
+            and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
+        )
+        counts = [0 if probes or not on else n for n, on in zip(length_counts, going_on, strict=True)]
+        active = torch.tensor(going_on, device=lengths.device)
+        lengths = torch.zeros_like(lengths) if probes else torch.where(active, lengths, 0)
+        return DraftRequest(lengths, counts, active, going_on)
+
+    def _first_request(self) -> DraftRequest:
+        everyone = torch.ones(self._sequences.rows, dtype=torch.bool, device=self._sequences.device)
+        lengths = self._bounded(self._policy.draft_lengths(), everyone)
+        return self._request(lengths, lengths.tolist())
+
+    def _prefill(self) -> None:
+        """Store all prompts, but for their last tokens, in both models' caches."""
+        sequences = self._sequences
+        started = time.perf_counter()
+        lengths = torch.tensor(sequences.prompt_lengths, device=sequences.device) - 1
+        self._target.prefill(sequences.prompts(), lengths, max(sequences.prompt_lengths) - 1)
+        self._drafter.prefill(sequences)
+        if sequences.device.type == "cuda":
+            torch.cuda.synchronize(sequences.device)
+        self._statistics.record_prefill(time.perf_counter() - started)
+
+    def _start_policy(self) -> None:
+        self._policy.start(
+            BatchInfo(
+                rows=self._sequences.rows,
+                device=self._sequences.device,
+                vocabulary_size=self._vocabulary_size,
+                max_draft_length=self._config.max_draft_length,
+                max_new_tokens=self._sequences.max_new_tokens,
+            )
+        )
+
+
+def _block(draft_tokens: LongTensor, verdict: verification.Verdict) -> LongTensor:
+    """Put each row's next token behind its accepted draft tokens, `[rows, width + 1]`, int64."""
+    room = torch.nn.functional.pad(draft_tokens, (0, 1))
+    return room.scatter(1, verdict.accepted[:, None], verdict.next_tokens[:, None])
+
+
+def _fetch(*per_row: torch.Tensor) -> list[list[int]]:
+    """Bring vectors of one entry per row to the host, in one transfer."""
+    fetched: list[list[int]] = torch.stack([vector.long() for vector in per_row]).tolist()
+    return fetched

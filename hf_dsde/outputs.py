@@ -1,0 +1,49 @@
+"""What `generate` returns, in the shape of plain `generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import FloatTensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_dsde.statistics import SpeculationStatistics
+
+
+@dataclass
+class SpeculativeGenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+    """A `GenerateDecoderOnlyOutput` with one more field. The ragged cache is not returned.
+
+    Attributes:
+        speculation_statistics: Counts of the call and the ratios derived from them.
+    """
+
+    speculation_statistics: SpeculationStatistics | None = None
+
+
+class StepRecorder:
+    """Collects vectors over the vocabulary per row and hands them out per step, as `output_scores` wants them.
+
+    Rows reach a step in different rounds. Steps that a row never reached hold zeros.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows: list[list[FloatTensor]] = [[] for _ in range(rows)]
+        self._assembled: list[FloatTensor] = []
+
+    def add(self, block: FloatTensor, counts: list[int]) -> None:
+        """Keep the first `counts` columns of each row of `block`, `[rows, width, vocabulary]`."""
+        for row, count in enumerate(counts):
+            self._rows[row].extend(block[row, :count].clone().unbind(0))
+
+    def steps(self, count: int) -> tuple[FloatTensor, ...]:
+        """Return the first `count` steps, each `[rows, vocabulary]`, float32.
+
+        Ask only for steps that every row has reached or will never reach: they are assembled once.
+        """
+        filler = torch.zeros_like(next(row[0] for row in self._rows if row))
+        for step in range(len(self._assembled), count):
+            vectors = [row[step] if step < len(row) else filler for row in self._rows]
+            self._assembled.append(torch.stack(vectors))
+        return tuple(self._assembled[:count])

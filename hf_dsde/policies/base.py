@@ -1,0 +1,190 @@
+"""The contract between the decoding loop and whatever decides how many tokens a sequence drafts.
+
+A policy is asked twice. Before a round it may fix a draft length per row (`draft_lengths`); inside a round it may
+say, after each draft token, which rows shall stop *after* that token (`should_stop`). It can never take a token
+back: dropping a token because of its own value would make the output follow another law than the target's.
+Whatever a policy answers, the output is exact; a policy only decides how fast.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import BoolTensor, FloatTensor, LongTensor
+
+from hf_dsde import signals
+
+
+class Signal(Enum):
+    """What the loop computes only when a policy asks for it."""
+
+    KLD = "kld"
+    """KL(target || draft) of every verified draft position, from raw logits at temperature 1, in nats."""
+    ENTROPY = "entropy"
+    """Entropy of the draft's raw distribution at temperature 1, in nats."""
+    CONFIDENCE = "confidence"
+    """Probability of the drafted token under the draft's processed scores."""
+    TIMINGS = "timings"
+    """Seconds spent in the phases of the round before."""
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """What a policy may know about the batch when generation starts.
+
+    Attributes:
+        rows: Number of sequences.
+        device: Where the policy's tensors have to live.
+        vocabulary_size: Size of the target's vocabulary.
+        max_draft_length: The most tokens the loop lets any row draft in one round.
+        max_new_tokens: The most tokens any row may emit in the whole call.
+    """
+
+    rows: int
+    device: torch.device
+    vocabulary_size: int
+    max_draft_length: int
+    max_new_tokens: int
+
+
+class DraftStep:
+    """What is known right after a draft token was chosen. Signals are computed when they are first read.
+
+    Attributes:
+        position: Index of the token inside the round's block, from 0.
+        tokens: The tokens just drafted, shape `[rows]`, int64.
+        logits: The draft's raw logits they were chosen from, shape `[rows, vocabulary]`, float32.
+        drafting: Rows that really drafted this token, shape `[rows]`, bool. Other rows hold anything.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        tokens: LongTensor,
+        logits: FloatTensor,
+        scores: FloatTensor,
+        drafting: BoolTensor,
+    ) -> None:
+        self.position = position
+        self.tokens = tokens
+        self.logits = logits
+        self.drafting = drafting
+        self._scores = scores
+
+    def to(self, device: torch.device) -> DraftStep:
+        """Return this step with its tensors on `device`; the draft may live on another one than the policy."""
+        if self.tokens.device == device:
+            return self
+        tensors = (self.tokens, self.logits, self._scores, self.drafting)
+        return DraftStep(self.position, *(tensor.to(device) for tensor in tensors))
+
+    @cached_property
+    def confidence(self) -> FloatTensor:
+        """Probability of the drafted token under the draft's processed scores, shape `[rows]`, float32."""
+        return signals.token_probability(self._scores, self.tokens)
+
+    @cached_property
+    def entropy(self) -> FloatTensor:
+        """Entropy of the draft's raw distribution at temperature 1, shape `[rows]`, float32, nats."""
+        return signals.entropy(self.logits)
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Seconds that one round spent in each of its phases."""
+
+    draft: float
+    verify: float
+    bookkeeping: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole round."""
+        return self.draft + self.verify + self.bookkeeping
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What a round brought, one entry per row. `width` is the longest draft of the round, possibly 0.
+
+    Attributes:
+        drafted: Tokens each row drafted, shape `[rows]`, int64; 0 for finished rows.
+        accepted: How many of them the target accepted, from the front, shape `[rows]`, int64. Counted before
+            stopping criteria cut the text: it is a fact about the two models, not about the text's end.
+        active: Rows that were still generating in this round, shape `[rows]`, bool.
+        kld: KL(target || draft) per draft position, shape `[rows, width]`, float32, nats; only where
+            `position < drafted`. None unless `Signal.KLD` was required.
+        entropy: Entropy of the draft's raw distribution per position, shape `[rows, width]`, float32, nats. None
+            unless `Signal.ENTROPY` was required.
+        confidence: Probability of each drafted token under the draft's processed scores, shape `[rows, width]`,
+            float32. None unless `Signal.CONFIDENCE` was required.
+        timings: Phases of the *previous* round, since this one's are known only after the policy has answered.
+            None in the first round and unless `Signal.TIMINGS` was required.
+    """
+
+    drafted: LongTensor
+    accepted: LongTensor
+    active: BoolTensor
+    kld: FloatTensor | None = None
+    entropy: FloatTensor | None = None
+    confidence: FloatTensor | None = None
+    timings: PhaseTimes | None = None
+
+    @property
+    def positions(self) -> BoolTensor:
+        """Which positions of the block were really drafted, shape `[rows, width]`, bool."""
+        width = next((s.shape[1] for s in (self.kld, self.entropy, self.confidence) if s is not None), 0)
+        return torch.arange(width, device=self.drafted.device) < self.drafted[:, None]
+
+
+class StoppingPolicy(ABC):
+    """Decides how many tokens each sequence drafts. One instance serves one call of `generate` at a time.
+
+    Subclasses keep their state in tensors on `BatchInfo.device`, with one entry per row, and create it anew in
+    `start`: two equal calls must behave equally. They never synchronise with the host.
+    """
+
+    name: ClassVar[str]
+    """The name under which `speculation_policy="..."` finds the policy."""
+    requires: frozenset[Signal] = frozenset()
+    """The signals the loop has to compute for this policy. May be set per instance."""
+
+    @abstractmethod
+    def start(self, batch: BatchInfo) -> None:
+        """Forget everything and prepare for a batch."""
+
+    @abstractmethod
+    def draft_lengths(self) -> LongTensor:
+        """The most tokens each row shall draft in the next round, shape `[rows]`, int64, at least 0.
+
+        The loop lowers it further where a row's remaining budget or context is shorter, and ignores it for rows
+        that have finished.
+        """
+
+    def should_stop(self, step: DraftStep) -> BoolTensor | None:
+        """Rows that draft no further token in this round, shape `[rows]`, bool; the token just drafted stays.
+
+        None, the default, says that this policy never stops inside a round, which spares the loop a host
+        synchronisation per draft step.
+        """
+        return None
+
+    def observe(self, outcome: RoundOutcome) -> None:  # noqa: B027 - optional hook, doing nothing is right
+        """Learn from a round that has been verified."""
+
+    def select_rows(self, index: LongTensor) -> None:  # noqa: B027 - policies without state per row need nothing
+        """Keep the rows in `index`, in that order: other rows have left the batch. `index` is int64, `[kept]`."""
+
+    @property
+    def stops_inside_round(self) -> bool:
+        """Whether the loop has to ask `should_stop` after every draft token."""
+        return type(self).should_stop is not StoppingPolicy.should_stop
+
+
+PolicyFactory = Callable[..., StoppingPolicy]

@@ -1,0 +1,312 @@
+"""DSDE (arXiv 2509.01083): a draft length per row from the stability of the divergence between draft and target.
+
+After each verification the KLDs of the row's draft tokens are remembered. Their last mean (SF) says how far the models
+are apart, the ratio of their weighted variances over a short and a long window (WVIR) whether that is changing; both
+shorten the draft. The batch's mean length caps every row, so that no row makes the others wait (SL_cap).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import BoolTensor, FloatTensor, LongTensor, Tensor
+
+from hf_dsde import signals
+from hf_dsde.argument_checks import check_choice, check_flag, check_integer, check_number
+from hf_dsde.policies.base import BatchInfo, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.policies.registry import register
+from hf_dsde.policies.row_history import RowState, append_newest
+
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "sl_min": 2,
+        "sl_max": None,
+        "cap": True,
+        "decay": 0.85,
+        "sl_max_coefficient": 1.0,
+        "sl_min_fraction": 0.0,
+        "round_sl_max": False,
+        "flat_variance": 1e-10,
+        "flat_ratio": 1.0,
+    },
+    "reference": {
+        "sl_min": 6,
+        "sl_max": 20,
+        "cap": False,
+        "decay": 0.9,
+        "sl_max_coefficient": 0.5,
+        "sl_min_fraction": 0.1,
+        "round_sl_max": True,
+        "flat_variance": 1e-6,
+        "flat_ratio": 20.0,
+    },
+}
+_TINY = 1e-8
+_WORST_KLD = -math.log(signals.DRAFT_PROBABILITY_FLOOR)
+
+
+@dataclass
+class _State(RowState):
+    window: Tensor  # [rows, long_window], float32: KLDs, newest last
+    filled: Tensor  # [rows], int64: how many of the window's last entries are real
+    last_mean: Tensor  # [rows], float32: mean KLD of the last verified step
+    active: Tensor  # [rows], bool: still generating, as of the last round
+    calibration_length: Tensor  # [rows], int64: draft length while the window fills
+    calibration_count: Tensor  # [rows], int64: KLDs seen in calibration
+    calibration_sum: Tensor  # [rows], float32: their sum
+    calibration_max: Tensor  # [rows], float32: their maximum
+    best_accepted: Tensor  # [rows], int64: SL_A,max, most tokens accepted in a step of calibration
+
+
+@register("dsde")
+class DSDEStoppingPolicy(StoppingPolicy):
+    """Draft lengths by DSDE's equations, with the paper's constants or those of the authors' public code.
+
+    Every row starts in calibration: it drafts `initial_length` tokens, twice as many after a fully accepted draft,
+    until its window of KLDs is full. Rows in calibration are neither counted in nor bounded by the cap.
+
+    Args:
+        sl_max: Hard ceiling of a row's draft length; None leaves the loop's own. Reference: 20.
+        sl_min: The length of a row that is not to be trusted. Paper 2, reference 6. Not 0: a row that drafts nothing
+            yields no KLD and would never draft again.
+        variant: "paper" or "reference": whose constants the arguments left at None take.
+        initial_length: Draft length at the start of calibration; a smaller `sl_max` lowers it.
+        cap: Whether no row may exceed the active rows' mean length (Eq. 9-11). Paper on, reference off.
+        decay: delta of the weighted variance, in (0, 1]. Paper 0.85, reference 0.9.
+        short_window: KLDs in the short window; None takes a third of the long one (10 of 30).
+        long_window: KLDs in the long window; calibration lasts until it is full.
+        kld_positions: "all" drafted positions, as in the public code, or "to_first_rejection", which leaves out
+            those after the first rejected token, whose prefix the target never wrote.
+        sl_max_coefficient: Factor of mean / max in SL_max (Eq. 1). Paper 1, reference 0.5.
+        sl_min_fraction: SL_min is at least this fraction of SL_max, rounded up. Paper 0, reference 0.1.
+        round_sl_max: Whether SL_max is rounded to an integer. Paper False, reference True.
+        scaling_exponent: Factor in the exponent of SF (Eq. 3).
+        temperature_scaling: Divides the mean KLD in SF. The public code puts the sampling temperature here, which a
+            policy cannot see. None and 0 leave it out.
+        flat_variance: Below this variance of the long window WVIR is `flat_ratio`. Reference 1e-6.
+        flat_ratio: Paper 1 (it is silent; SF alone decides), reference 20.
+    """
+
+    name = "dsde"
+    requires = frozenset({Signal.KLD})
+
+    def __init__(
+        self,
+        *,
+        sl_max: int | None = None,
+        sl_min: int | None = None,
+        variant: str = "paper",
+        initial_length: int = 5,
+        cap: bool | None = None,
+        decay: float | None = None,
+        short_window: int | None = None,
+        long_window: int = 30,
+        kld_positions: str = "all",
+        sl_max_coefficient: float | None = None,
+        sl_min_fraction: float | None = None,
+        round_sl_max: bool | None = None,
+        scaling_exponent: float = 2.0,
+        temperature_scaling: float | None = None,
+        flat_variance: float | None = None,
+        flat_ratio: float | None = None,
+    ) -> None:
+        self.variant = check_choice("variant", variant, _VARIANTS)
+        constants = _VARIANTS[variant]
+
+        def chosen(argument: str, value: Any) -> Any:
+            return constants[argument] if value is None else value
+
+        self._set_bounds(chosen("sl_min", sl_min), chosen("sl_max", sl_max))
+        self.initial_length = check_integer("initial_length", initial_length, 1)
+        self.cap = check_flag("cap", chosen("cap", cap))
+        self.decay = check_number("decay", chosen("decay", decay), 0.0, 1.0, open_minimum=True)
+        self.long_window = check_integer("long_window", long_window, 2)
+        third = max(1, self.long_window // 3)
+        self.short_window = check_integer(
+            "short_window",
+            third if short_window is None else short_window,
+            1,
+            self.long_window,
+            way_out=f"`long_window` is {self.long_window}: enlarge it or shorten the short one.",
+        )
+        self.kld_positions = check_choice("kld_positions", kld_positions, ("all", "to_first_rejection"))
+        self.sl_max_coefficient = check_number(
+            "sl_max_coefficient", chosen("sl_max_coefficient", sl_max_coefficient), 0.0
+        )
+        self.sl_min_fraction = check_number("sl_min_fraction", chosen("sl_min_fraction", sl_min_fraction), 0.0, 1.0)
+        self.round_sl_max = check_flag("round_sl_max", chosen("round_sl_max", round_sl_max))
+        self.scaling_exponent = check_number("scaling_exponent", scaling_exponent, 0.0)
+        self.temperature_scaling = check_number(
+            "temperature_scaling", 0.0 if temperature_scaling is None else temperature_scaling, 0.0
+        )
+        self.flat_variance = check_number(
+            "flat_variance", chosen("flat_variance", flat_variance), 0.0, open_minimum=True
+        )
+        self.flat_ratio = check_number("flat_ratio", chosen("flat_ratio", flat_ratio), 0.0)
+        self._state: _State | None = None
+
+    def _set_bounds(self, sl_min: Any, sl_max: Any) -> None:
+        self.sl_min = check_integer(
+            "sl_min", sl_min, 1, way_out="A row that drafts nothing yields no KLD and would never draft again."
+        )
+        self.sl_max: int | None = None
+        if sl_max is not None:
+            self.sl_max = check_integer(
+                "sl_max",
+                sl_max,
+                self.sl_min,
+                way_out=f"`sl_min` is {self.sl_min}, the default of variant {self.variant!r} unless you passed it: "
+                "pass a smaller `sl_min` too.",
+            )
+
+    @property
+    def _rows(self) -> _State:
+        if self._state is None:
+            raise RuntimeError("DSDEStoppingPolicy was used before `start(batch)`.")
+        return self._state
+
+    @property
+    def calibrating(self) -> BoolTensor:
+        """Rows whose window of KLDs is not full yet, shape `[rows]`, bool."""
+        return cast("BoolTensor", self._rows.filled < self.long_window)
+
+    def start(self, batch: BatchInfo) -> None:
+        """Forget everything and prepare for a batch."""
+        self._ceiling = batch.max_draft_length if self.sl_max is None else min(self.sl_max, batch.max_draft_length)
+        self._floor = min(self.sl_min, self._ceiling)
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(batch.rows, *shape, dtype=dtype, device=batch.device)
+
+        self._state = _State(
+            window=zeros(self.long_window, dtype=torch.float32),
+            filled=zeros(dtype=torch.int64),
+            last_mean=zeros(dtype=torch.float32),
+            active=~zeros(dtype=torch.bool),
+            calibration_length=zeros(dtype=torch.int64) + min(self.initial_length, self._ceiling),
+            calibration_count=zeros(dtype=torch.int64),
+            calibration_sum=zeros(dtype=torch.float32),
+            calibration_max=zeros(dtype=torch.float32),
+            best_accepted=zeros(dtype=torch.int64),
+        )
+
+    def draft_lengths(self) -> LongTensor:
+        """Each row's length, shape `[rows]`, int64: `min(ceil(SL^), SL_cap)`, or its calibration length."""
+        state = self._rows
+        lengths = self.predicted_lengths().ceil().long()
+        if self.cap:
+            lengths = torch.minimum(lengths, self._length_cap(lengths))
+        lengths = torch.where(self.calibrating, state.calibration_length, lengths)
+        return cast("LongTensor", lengths.clamp_max(self._ceiling))
+
+    def predicted_lengths(self) -> FloatTensor:
+        """SL^ of Eq. 8, `(1 - SF WVIR) (SL_max - SL_min) + SL_min`, before rounding and cap.
+
+        Shape `[rows]`, float32, tokens. Where `SF WVIR` exceeds 1 it is SL_min. It means nothing for rows that are
+        still calibrating.
+        """
+        sl_min, sl_max = self._bounds()
+        product = self._scaling_factor() * self._variance_ratio()
+        predicted = (1 - product) * (sl_max - sl_min) + sl_min
+        # Written so that a product which is not a number (an infinite SF times 0) falls back to SL_min.
+        return cast("FloatTensor", torch.where(product <= 1, predicted, sl_min))
+
+    def _variance_ratio(self) -> Tensor:
+        state = self._rows
+        return signals.weighted_variance_ratio(
+            state.window,
+            self.short_window,
+            self.decay,
+            state.filled,
+            flat_variance=self.flat_variance,
+            flat_ratio=self.flat_ratio,
+        )
+
+    def _scaling_factor(self) -> Tensor:
+        mean = self._rows.last_mean
+        if self.temperature_scaling:
+            mean = mean / self.temperature_scaling
+        return signals.scaling_factor(mean, self.scaling_exponent)
+
+    def _bounds(self) -> tuple[Tensor, Tensor]:
+        """SL_min and SL_max of each row, shape `[rows]`, float32.
+
+        SL_max is Eq. 1, `SL_A,max (1 + mu / max)` over the KLDs of calibration, between `sl_min` and the ceiling.
+        """
+        state = self._rows
+        mean = state.calibration_sum / state.calibration_count.clamp_min(1)
+        relative_mean = mean / (state.calibration_max + _TINY)
+        sl_max = state.best_accepted * (1 + self.sl_max_coefficient * relative_mean)
+        if self.round_sl_max:
+            sl_max = sl_max.round()
+        sl_max = sl_max.clamp(self._floor, self._ceiling)
+        sl_min = torch.minimum((self.sl_min_fraction * sl_max).ceil().clamp_min(self._floor), sl_max)
+        return sl_min, sl_max
+
+    def _length_cap(self, lengths: Tensor) -> Tensor:
+        """SL_cap (Eq. 9-11): the mean minimises the mean squared distance to the rows' lengths; rounded up.
+
+        Taken over active rows past calibration, of lengths already rounded up, in integers.
+        """
+        counted = self._rows.active & ~self.calibrating
+        count = counted.sum().clamp_min(1)
+        return ((lengths * counted).sum() + count - 1) // count
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Remember the round's KLDs and, of rows in calibration, how far they came."""
+        if outcome.kld is None:
+            raise ValueError(
+                "DSDEStoppingPolicy got `outcome.kld=None`, but it requires `Signal.KLD`: a float tensor of shape "
+                "[rows, width] is needed, also when no row drafted (width 0)."
+            )
+        state = self._rows
+        counts = self._counted_positions(outcome)
+        learning = counts > 0
+        # Broken logits read as the worst agreement there is, instead of poisoning the window until it has moved on.
+        kld = torch.where(outcome.kld.isfinite(), outcome.kld.float(), _WORST_KLD)
+        counted = torch.arange(kld.shape[1], device=counts.device) < counts.unsqueeze(-1)
+        total = (kld * counted).sum(1)
+        calibrating = self.calibrating & learning
+        self._state = _State(
+            window=append_newest(state.window, kld, counts),
+            filled=(state.filled + counts).clamp_max(self.long_window),
+            last_mean=torch.where(learning, total / counts.clamp_min(1), state.last_mean),
+            active=outcome.active,
+            calibration_length=torch.where(calibrating, self._next_length(outcome), state.calibration_length),
+            calibration_count=state.calibration_count + counts * calibrating,
+            calibration_sum=state.calibration_sum + total * calibrating,
+            calibration_max=torch.where(
+                calibrating, _row_maximum(kld * counted, state.calibration_max), state.calibration_max
+            ),
+            best_accepted=torch.where(
+                calibrating, torch.maximum(state.best_accepted, outcome.accepted), state.best_accepted
+            ),
+        )
+
+    def _counted_positions(self, outcome: RoundOutcome) -> Tensor:
+        """How many KLDs of each row's block count, from its front, shape `[rows]`, int64; 0 where nothing is learned."""
+        counts = outcome.drafted
+        if self.kld_positions == "to_first_rejection":
+            counts = torch.minimum(counts, outcome.accepted + 1)
+        return counts * (outcome.active & (outcome.drafted > 0))
+
+    def _next_length(self, outcome: RoundOutcome) -> Tensor:
+        """Calibration's next length: doubled once a row accepted all it was asked to draft, never below `sl_min`.
+
+        A row that the loop let draft less than it was asked to has not shown that it deserves more.
+        """
+        asked = self._rows.calibration_length
+        doubled = torch.where(outcome.accepted >= asked, 2 * asked, asked)
+        return doubled.clamp(self._floor, self._ceiling)
+
+    def select_rows(self, index: LongTensor) -> None:
+        """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
+        self._state = self._rows.select_rows(index)
+
+
+def _row_maximum(values: Tensor, least: Tensor) -> Tensor:
+    """The largest of each row's values, shape `[rows]`, and no less than `least`; a round of width 0 has no values."""
+    return torch.cat([values, least.unsqueeze(-1)], dim=1).amax(1)

@@ -1,0 +1,38 @@
+"""State that a policy keeps for every row: the newest values of each row, and dropping rows that left the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+State = TypeVar("State", bound="RowState")
+
+
+@dataclass
+class RowState:
+    """Base of a policy's state: every field is a tensor whose first dimension counts the rows."""
+
+    def select_rows(self: State, index: Tensor) -> State:
+        """The state of the rows in `index` alone, in that order. `index` is int64, shape `[kept]`."""
+        return type(self)(**{f.name: getattr(self, f.name).index_select(0, index) for f in fields(self)})
+
+
+def append_newest(history: Tensor, values: Tensor, counts: Tensor) -> Tensor:
+    """The newest values of each row after `counts` more have arrived, newest last.
+
+    Rows gain different numbers of values, so each row is shifted by its own count; no row waits for another and
+    nothing is fetched to the host.
+
+    Args:
+        history: Shape `[rows, window]`, newest last.
+        values: What arrived, oldest first, shape `[rows, width]`, the history's dtype.
+        counts: How many of the first `values` of each row are real, shape `[rows]`, int64, from 0 to width.
+
+    Returns:
+        The last `window` values of each row, shape `[rows, window]`.
+    """
+    window = torch.arange(history.shape[1], device=history.device)
+    return torch.cat([history, values], dim=1).gather(1, counts.unsqueeze(-1) + window)

@@ -1,0 +1,42 @@
+"""The same draft length for every row in every round: the baseline that an adaptive policy has to beat."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import LongTensor
+
+from hf_dsde.argument_checks import check_integer
+from hf_dsde.policies.base import BatchInfo, StoppingPolicy
+from hf_dsde.policies.registry import register
+
+
+@register("static")
+class StaticPolicy(StoppingPolicy):
+    """Every row drafts `num_draft_tokens` tokens in every round.
+
+    Args:
+        num_draft_tokens: The draft length; 0 decodes without drafts.
+    """
+
+    name = "static"
+
+    def __init__(self, num_draft_tokens: int = 5) -> None:
+        self.num_draft_tokens = check_integer("num_draft_tokens", num_draft_tokens, 0)
+        self._lengths: LongTensor | None = None
+
+    def start(self, batch: BatchInfo) -> None:
+        """Forget everything and prepare for a batch."""
+        length = min(self.num_draft_tokens, batch.max_draft_length)
+        self._lengths = cast("LongTensor", torch.full((batch.rows,), length, device=batch.device))
+
+    def draft_lengths(self) -> LongTensor:
+        """The fixed length, shape `[rows]`, int64."""
+        if self._lengths is None:
+            raise RuntimeError("StaticPolicy was asked for lengths before `start(batch)`.")
+        return self._lengths
+
+    def select_rows(self, index: LongTensor) -> None:
+        """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
+        self._lengths = cast("LongTensor", self.draft_lengths().index_select(0, index))

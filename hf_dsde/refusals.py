@@ -1,0 +1,191 @@
+"""What cannot be decoded this way, said before anything is computed: the argument, its value, and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import LongTensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.configuration_utils import GenerationMode
+
+from hf_dsde import attention, compat
+from hf_dsde.sampling import STATEFUL
+
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+ALIBI_MODEL_TYPES = ("bloom", "mpt")
+UNDERSTOOD_KWARGS = frozenset(
+    {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", *compat.CACHE_ARGUMENTS}
+)
+"""What `generate` may hand to the model's `forward` in a call that the loop can serve."""
+
+PLAIN = "Leave out `speculation_policy` to decode it the stock way."
+
+
+def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+    """Refuse decoding modes that are not greedy or sampled text with one draft model.
+
+    Raises:
+        ValueError: For beams, a policy without an assistant, two ways of drafting at once, or synchronised GPUs.
+    """
+    if generation_config.num_beams > 1:
+        _refuse(
+            f"num_beams={generation_config.num_beams}",
+            "a draft can only be verified against one continuation per row. Use num_beams=1, or leave out "
+            "`speculation_policy`.",
+        )
+    if mode_kwargs.get("assistant_model") is None:
+        _refuse(
+            "assistant_model=None",
+            "`speculation_policy` decides how much a draft model drafts, so one is needed. Pass assistant_model=..., or "
+            "leave out `speculation_policy`.",
+        )
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+        if getattr(generation_config, name, None):
+            _refuse(
+                f"{name}={getattr(generation_config, name)}",
+                "it is another way of drafting beside assistant_model. Use one of the two.",
+            )
+    if mode is not GenerationMode.ASSISTED_GENERATION:
+        _refuse(f"generation mode '{mode.value}'", "only greedy decoding and sampling can be verified. " + PLAIN)
+    if mode_kwargs.get("synced_gpus"):
+        _refuse_synced_gpus()
+
+
+def check_models(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Refuse models whose cache cannot be ragged.
+
+    Raises:
+        ValueError: For encoder-decoders, models with recurrent or otherwise unknown layers, ALiBi, and attention
+            implementations that take no mask.
+    """
+    for argument, model in (("model", target), ("assistant_model", draft)):
+        _check_model(argument, model)
+
+
+def _check_model(argument: str, model: PreTrainedModel) -> None:
+    name = f"{argument} ({type(model).__name__})"
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        _refuse(name, "encoder-decoder models have relative positions or a second cache. " + PLAIN)
+    if getattr(model, "_is_stateful", False):
+        _refuse(name, "its recurrent state cannot forget a rejected draft token. " + PLAIN)
+    unknown = sorted(set(compat.layer_types(config)) - set(SUPPORTED_LAYER_TYPES))
+    if unknown:
+        _refuse(f"{name} with layer types {unknown}", f"known are {list(SUPPORTED_LAYER_TYPES)}. " + PLAIN)
+    if getattr(config, "num_kv_shared_layers", None):
+        _refuse(f"{name} with num_kv_shared_layers={config.num_kv_shared_layers}", "layers share a cache. " + PLAIN)
+    if config.model_type in ALIBI_MODEL_TYPES or getattr(config, "alibi", False):
+        _refuse(f"{name} with ALiBi", "its bias is built from a rectangular mask, not from positions. " + PLAIN)
+    implementation = model.config._attn_implementation
+    masked = implementation in attention.MASKABLE_IMPLEMENTATIONS
+    if not masked and not attention.reproduces_attention(model):
+        _refuse(
+            f"{name} with attn_implementation='{implementation}'",
+            f"it takes no mask per row. Use model.set_attn_implementation of {list(attention.MASKABLE_IMPLEMENTATIONS)}.",
+        )
+
+
+def check_tokenizers(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Refuse a draft with another vocabulary, when the tokenizers are there to tell.
+
+    Sizes may differ: models of one family pad their vocabularies differently. What counts is that an id below both sizes
+    means the same token to both. Without tokenizers nothing can be compared; the output is exact all the same, and a
+    draft that speaks another language shows in the acceptance rate.
+
+    Raises:
+        ValueError: If the vocabularies differ; the message names the first differing ids.
+    """
+    if tokenizer is None or assistant_tokenizer is None:
+        return
+    shared = min(config.get_text_config(decoder=True).vocab_size for config in (target.config, draft.config))
+    ours = {index: token for token, index in tokenizer.get_vocab().items() if index < shared}
+    theirs = {index: token for token, index in assistant_tokenizer.get_vocab().items() if index < shared}
+    different = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if different:
+        examples = ", ".join(f"{i}: {ours.get(i)!r} against {theirs.get(i)!r}" for i in different[:3])
+        _refuse(
+            "assistant_tokenizer",
+            f"{len(different)} token ids differ from the target's tokenizer ({examples}). Use a draft of the same "
+            "tokenizer; for others, transformers' own assisted generation translates at batch size 1.",
+        )
+
+
+def check_call(
+    model: PreTrainedModel,
+    input_ids: LongTensor,
+    processors: LogitsProcessorList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Refuse what this call asks for beyond text.
+
+    Raises:
+        ValueError: For caches of the user's, inputs other than tokens, outputs of inner layers, logits processors that
+            remember their last call, and settings that have no meaning here.
+    """
+    if synced_gpus:
+        _refuse_synced_gpus()
+    if not model_kwargs.get("use_cache", True):
+        _refuse("use_cache=False", "verification needs the key-value cache. Use use_cache=True. " + PLAIN)
+    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        _refuse(
+            f"cache_implementation={generation_config.cache_implementation!r}",
+            "the loop keeps a ragged cache of its own. Leave the argument out.",
+        )
+    cache = compat.given_cache(model_kwargs)
+    if cache is not None and cache.get_seq_length() > 0:
+        _refuse("a filled key-value cache", "the loop starts from an empty one. Pass the whole text as input_ids.")
+    if input_ids.shape[1] == 0:
+        _refuse("inputs_embeds without input_ids", "drafts are made of tokens. Pass input_ids.")
+    for name in ("output_attentions", "output_hidden_states"):
+        if model_kwargs.get(name) or getattr(generation_config, name, None):
+            _refuse(f"{name}=True", "a pass covers positions of several steps. " + PLAIN)
+    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        _refuse(
+            f"assistant_ensemble_weight={generation_config.assistant_ensemble_weight}",
+            "it mixes the draft into the target's distribution, and this package keeps the target's. Leave it out.",
+        )
+    for processor in processors:
+        if isinstance(processor, STATEFUL):
+            _refuse(
+                f"logits processor {type(processor).__name__}",
+                "it remembers its last call, so it cannot judge several positions at once. " + PLAIN,
+            )
+    others = sorted(name for name, v in model_kwargs.items() if v is not None and name not in UNDERSTOOD_KWARGS)
+    if others:
+        _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
+    _check_positions(input_ids, model_kwargs)
+
+
+def _check_positions(input_ids: LongTensor, model_kwargs: dict[str, Any]) -> None:
+    """Refuse positions of the user's that are not simply counted: slots are positions here."""
+    positions = model_kwargs.get("position_ids")
+    if positions is None:
+        return
+    mask = model_kwargs.get("attention_mask", torch.ones_like(input_ids)).to(input_ids.device).bool()
+    counted = mask.long().cumsum(dim=1) - 1
+    if positions.shape != counted.shape or not bool((positions == counted)[mask].all()):
+        _refuse(
+            "position_ids",
+            "a token's position is its place in the row here, and these count otherwise. Leave the argument out.",
+        )
+
+
+def _refuse_synced_gpus() -> None:
+    _refuse(
+        "synced_gpus=True",
+        "ranks draft different lengths, so they would wait for each other forever (FSDP, ZeRO-3). Keep a whole model on "
+        "each GPU, or leave out `speculation_policy`.",
+    )
+
+
+def _refuse(what: str, why: str) -> None:
+    msg = f"speculation_policy cannot be used with {what}: {why}"
+    raise ValueError(msg)

@@ -1,0 +1,151 @@
+"""How statistics and comparisons look: in a terminal (rich, also without colour) and in a notebook (plain HTML).
+
+Nothing is computed here that is not a property of the objects shown.
+"""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hf_dsde.divergence import BatchComparison, Verdict
+from hf_dsde.statistics import SpeculationStatistics
+
+_BAR_WIDTH = 20
+_UNKNOWN = "-"
+_VERDICT_STYLES = {Verdict.EQUAL: "green", Verdict.NEAR_TIE: "yellow", Verdict.DIFFERENT: "bold red"}
+
+
+def summary(statistics: SpeculationStatistics) -> RenderableType:
+    """Statistics for a rich console: the important numbers, acceptance by position, and where the time went."""
+    parts: list[RenderableType] = [_pairs_table(f"Speculation, policy '{statistics.policy}'", numbers(statistics))]
+    if statistics.drafted:
+        parts.append(_bars_table("Acceptance by draft position", "position", acceptance_bars(statistics)))
+    if statistics.total_seconds > 0:
+        parts.append(_bars_table("Time", "phase", time_bars(statistics)))
+    reason = statistics.losing_reason()
+    if reason is not None:
+        parts.append(Text(reason, style="yellow"))
+    return Group(*parts)
+
+
+def summary_html(statistics: SpeculationStatistics) -> str:
+    """The same as `summary` in HTML that needs no style sheet; every text is escaped."""
+    title = f"Speculation, policy '{statistics.policy}'"
+    parts = [_html_table(title, [[name, value] for name, value in numbers(statistics)])]
+    if statistics.drafted:
+        rows = [[name, _bar(share), value] for name, share, value in acceptance_bars(statistics)]
+        parts.append(_html_table("Acceptance by draft position", rows))
+    if statistics.total_seconds > 0:
+        rows = [[name, _bar(share), value] for name, share, value in time_bars(statistics)]
+        parts.append(_html_table("Time", rows))
+    reason = statistics.losing_reason()
+    if reason is not None:
+        parts.append(f"<p><strong>{escape(reason)}</strong></p>")
+    return "<div>" + "".join(parts) + "</div>"
+
+
+def numbers(statistics: SpeculationStatistics) -> list[tuple[str, str]]:
+    """Name and value of each number worth a line."""
+    columns = sum(len(statistics.rows) * r.pass_width for r in statistics.rounds)
+    return [
+        ("rows", str(len(statistics.rows))),
+        ("rounds", str(len(statistics.rounds))),
+        ("tokens emitted", str(statistics.emitted)),
+        ("tokens per second", _number(statistics.tokens_per_second, ".1f")),
+        ("block efficiency", _number(statistics.block_efficiency, ".2f")),
+        ("acceptance rate", _number(statistics.acceptance_rate, ".1%")),
+        ("drafted", f"{statistics.drafted + statistics.past_end}, wasted {_number(statistics.draft_waste, '.1%')}"),
+        ("draft steps", str(statistics.draft_steps)),
+        ("padding columns", _number(statistics.padding / columns if columns else math.nan, ".1%")),
+        ("idle columns", _number(statistics.idle / columns if columns else math.nan, ".1%")),
+        ("draft step", _milliseconds(statistics.draft_step_seconds)),
+        ("plain target step", _milliseconds(statistics.plain_step_seconds)),
+        ("predicted speedup", _number(statistics.predicted_speedup, ".2f", "x")),
+    ]
+
+
+def acceptance_bars(statistics: SpeculationStatistics) -> list[tuple[str, float, str]]:
+    """Position (from 1), acceptance rate and its text, for every draft position."""
+    rates = statistics.acceptance_by_position
+    drafted = statistics.drafted_by_position
+    return [
+        (str(position), rate, f"{_number(rate, '.0%')} of {count}")
+        for position, (rate, count) in enumerate(zip(rates, drafted, strict=True), start=1)
+    ]
+
+
+def time_bars(statistics: SpeculationStatistics) -> list[tuple[str, float, str]]:
+    """Phase, its share of the measured time and its text."""
+    total = statistics.total_seconds
+    phases = ("prefill", "draft", "verify", "bookkeeping")
+    seconds = [(phase, float(getattr(statistics, f"{phase}_seconds"))) for phase in phases]
+    return [(phase, value / total, f"{value / total:.0%}, {value:.3g} s") for phase, value in seconds]
+
+
+def divergence_table(comparison: BatchComparison) -> RenderableType:
+    """A comparison for a rich console: the counts, and one line for each row that is not equal."""
+    counts = ", ".join(f"{comparison.count(verdict)} {verdict.value}" for verdict in Verdict)
+    dtype = str(comparison.dtype).removeprefix("torch.")
+    headline = Text(
+        f"{len(comparison.rows)} rows: {counts} ({dtype}, tolerance {comparison.tolerance_ulps:g} ulps)"
+    )
+    diverged = [row for row in comparison.rows if row.verdict is not Verdict.EQUAL]
+    if not diverged:
+        return headline
+    table = Table("row", "verdict", "position", "expected", "actual", "ranks", "gap", "ulps")
+    for row in diverged:
+        ranks = _UNKNOWN if row.expected_rank is None else f"{row.expected_rank}, {row.actual_rank}"
+        table.add_row(
+            str(row.row),
+            Text(row.verdict.value, style=_VERDICT_STYLES[row.verdict]),
+            str(row.position),
+            "ended" if row.expected_token is None else str(row.expected_token),
+            "ended" if row.actual_token is None else str(row.actual_token),
+            ranks,
+            _number(row.gap, ".4g"),
+            _number(row.gap_ulps, ".3g"),
+        )
+    return Group(headline, table)
+
+
+def _pairs_table(title: str, pairs: list[tuple[str, str]]) -> Table:
+    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False)
+    table.add_column("name")
+    table.add_column("value", justify="right")
+    for name, value in pairs:
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def _bars_table(title: str, first_column: str, bars: list[tuple[str, float, str]]) -> Table:
+    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False)
+    table.add_column(first_column)
+    table.add_column("share", width=_BAR_WIDTH, no_wrap=True)
+    table.add_column("value", justify="right")
+    for name, share, value in bars:
+        table.add_row(Text(name), Text(_bar(share)), Text(value))
+    return table
+
+
+def _html_table(title: str, rows: list[list[str]]) -> str:
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><caption>{escape(title)}</caption><tbody>{body}</tbody></table>"
+
+
+def _bar(share: float) -> str:
+    """A bar of full blocks and light shades, so that its whole length shows without colour too."""
+    filled = 0 if math.isnan(share) else round(min(max(share, 0.0), 1.0) * _BAR_WIDTH)
+    return "\u2588" * filled + "\u2591" * (_BAR_WIDTH - filled)
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return _UNKNOWN if value is None or math.isnan(value) else f"{value:{form}}{unit}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return _number(None if seconds is None else seconds * 1000, ".2f", " ms")

@@ -1,0 +1,204 @@
+"""One model over its ragged cache: the only place where a model is called.
+
+A block of tokens enters as two tensors, `tokens` and `positions`, of shape `[rows, width]`. The runner rounds the width
+and the part of the cache in view up to buckets, fills static input buffers of that shape, and executes the model on
+them. Everything that varies from call to call is in the buffers' contents; shapes come from a small set, and nothing
+branches on a tensor. So a runner that replays recorded work needs to replace `_execute` only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import FloatTensor, LongTensor, Tensor
+from transformers import PreTrainedModel
+
+from hf_dsde import attention, compat
+from hf_dsde.cache import RaggedCache
+from hf_dsde.config import SpeculationConfig
+
+WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
+"""Block widths that are executed. Fine where drafts are short: a padded column costs what a token costs."""
+
+
+def next_bucket(size: int, buckets: tuple[int, ...]) -> int:
+    """Return the smallest bucket that holds `size`; beyond the last one, the next multiple of it."""
+    for bucket in buckets:
+        if size <= bucket:
+            return bucket
+    return -(-size // buckets[-1]) * buckets[-1]
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one kind of layer looks back.
+
+    Attributes:
+        kind: The layer type in transformers' words, such as `sliding_attention`.
+        window: Tokens a query sees, itself included; None for all.
+    """
+
+    kind: str
+    window: int | None
+
+
+def attention_kinds(model: PreTrainedModel) -> list[LayerAttention]:
+    """Return the distinct kinds of attention among the model's layers."""
+    config = model.config.get_text_config(decoder=True)
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    return [LayerAttention(kind, windows[kind]) for kind in dict.fromkeys(compat.layer_types(config))]
+
+
+class BlockBuffers:
+    """Static inputs of one (width, view) bucket: tokens, positions and one mask per kind of attention.
+
+    `positions` keeps -1 where the block holds no token; `position_ids`, what the model gets, says 0 there, since a
+    model with learned positions has to look something up.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(rows, width, dtype=torch.long, device=device)
+        self.positions = torch.full((rows, width), -1, dtype=torch.long, device=device)
+        self.position_ids = torch.zeros(rows, width, dtype=torch.long, device=device)
+        self.masks: dict[str, Tensor] = {}
+
+    def fill(self, tokens: LongTensor, positions: LongTensor) -> None:
+        """Copy a block into the buffers, right-aligned: its last column is the bucket's last column."""
+        padding = self.tokens.shape[1] - tokens.shape[1]
+        self.tokens[:, padding:].copy_(tokens)
+        self.positions[:, :padding].fill_(-1)
+        self.positions[:, padding:].copy_(positions)
+        torch.clamp(self.positions, min=0, out=self.position_ids)
+
+
+class ModelRunner(ABC):
+    """Feeds blocks of tokens to one model and keeps its cache.
+
+    Args:
+        model: A decoder-only model in evaluation.
+        rows: Number of sequences.
+        capacity: Tokens per row the cache shall hold to begin with.
+        config: Buckets and attention settings.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: int, capacity: int, config: SpeculationConfig) -> None:
+        self.model = model
+        self.rows = rows
+        self.device = model.device
+        self.packed = config.packed_attention and attention.reproduces_attention(model)
+        self.cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, capacity)
+        self._config = config
+        self._width_buckets = config.width_buckets or WIDTH_BUCKETS
+        self._kinds = attention_kinds(model)
+        self._cache_argument = compat.cache_argument(model)
+        self._keeps_last = compat.supports_logits_to_keep(model)
+        self._buffers: dict[int, BlockBuffers] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Hold the attention setting that `forward` needs; it is as before when the `with` block ends."""
+        if not self.packed:
+            yield
+            return
+        with attention.packed_attention(self.model):
+            yield
+
+    def forward(self, tokens: LongTensor, positions: LongTensor, longest: int, keep: int | None = None) -> FloatTensor:
+        """Run a block, storing its keys and values in the slots named by `positions`.
+
+        Args:
+            tokens: `[rows, width]`, int64; anything where `positions` is below 0.
+            positions: Position of each token in its row, `[rows, width]`, int64; below 0 where there is no token.
+            longest: A bound, known without asking the device, on the largest position + 1.
+            keep: Return the logits of the last `keep` columns only; None for all.
+
+        Returns:
+            Logits, `[rows, keep or width, vocabulary]`, float32, on the model's output device. Columns without a token
+            hold anything finite.
+        """
+        width = tokens.shape[1]
+        view = -(-longest // self._config.view_bucket) * self._config.view_bucket
+        self.cache.reserve(view)
+        buffers = self._buffers_for(next_bucket(width, self._width_buckets))
+        buffers.fill(tokens.to(self.device), positions.to(self.device))
+        self._fill_masks(buffers, view)
+        self.cache.aim(buffers.positions, view)
+        logits = self._execute(buffers, keep if keep is not None else width)
+        return logits[:, -(keep or width) :].float()
+
+    def prefill(self, tokens: LongTensor, lengths: LongTensor, longest: int) -> None:
+        """Store a prompt, in chunks of `prefill_chunk` tokens.
+
+        Args:
+            tokens: Prompts without padding in front, `[rows, longest]`, int64.
+            lengths: Tokens of each row to store, `[rows]`, int64; 0 is a length.
+            longest: The largest of `lengths`, known to the host.
+        """
+        for start in range(0, longest, self._config.prefill_chunk):
+            end = min(start + self._config.prefill_chunk, longest)
+            positions = torch.arange(start, end, device=tokens.device).expand(self.rows, -1)
+            positions = positions.masked_fill(positions >= lengths[:, None], -1)
+            self.forward(tokens[:, start:end], positions, longest=end, keep=1)
+
+    def select_rows(self, index: LongTensor) -> None:
+        """Keep the rows in `index` (int64, `[kept]`): their cache moves along, buffers are made anew."""
+        self.rows = len(index)
+        self.cache.select_rows(index)
+        self._buffers.clear()
+
+    def _buffers_for(self, width: int) -> BlockBuffers:
+        if width not in self._buffers:
+            self._buffers[width] = BlockBuffers(self.rows, width, self.device)
+        return self._buffers[width]
+
+    def _fill_masks(self, buffers: BlockBuffers, view: int) -> None:
+        """Write the masks of the buffered block; they keep their storage as long as the view keeps its bucket."""
+        for kind in self._kinds:
+            visible = attention.visible_slots(buffers.positions, view, kind.window)
+            mask = visible if self._takes_boolean_mask else attention.additive_mask(visible, self.model.dtype)
+            held = buffers.masks.get(kind.kind)
+            if held is not None and held.shape == mask.shape:
+                held.copy_(mask)
+            else:
+                buffers.masks[kind.kind] = mask
+
+    @property
+    def _takes_boolean_mask(self) -> bool:
+        return self.packed or self.model.config._attn_implementation != "eager"
+
+    @abstractmethod
+    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
+        """Run the model on the buffers; return the logits of at least the last `keep` columns, in its own dtype."""
+
+
+class EagerRunner(ModelRunner):
+    """Calls the model's `forward` for every block."""
+
+    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
+        masks = buffers.masks
+        arguments: dict[str, Any] = {self._cache_argument: self.cache}
+        if self._keeps_last:
+            arguments["logits_to_keep"] = keep
+        output = self.model(
+            input_ids=buffers.tokens,
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            position_ids=buffers.position_ids,
+            use_cache=True,
+            return_dict=True,
+            **arguments,
+        )
+        logits: Tensor = output.logits
+        return logits
+
+
+RUNNERS: dict[str, type[ModelRunner]] = {"eager": EagerRunner}
+
+
+def create_runner(model: PreTrainedModel, rows: int, capacity: int, config: SpeculationConfig) -> ModelRunner:
+    """Return the runner that `config.runner` names, for `model`."""
+    return RUNNERS[config.runner](model, rows, capacity, config)

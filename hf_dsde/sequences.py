@@ -1,0 +1,154 @@
+"""The sequences of a batch: their tokens, how long each is, and where a token lives.
+
+One buffer holds every row in the layout that plain batched `generate` would show: the left-padded prompt, then the
+generated tokens. A token's *position* counts from the row's first real token, its *column* from the buffer's left edge:
+`column = padding + position`. Draft tokens are written behind the known text, so that a prefix that includes them is a
+slice; what is rejected stays there, unreachable, until it is overwritten.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import LongTensor, Tensor
+
+
+class SequenceBatch:
+    """Tokens and lengths of a batch of left-padded sequences.
+
+    Args:
+        input_ids: Prompts, `[rows, prompt_width]`, int64.
+        attention_mask: 0 on the padding in front, 1 on tokens, `[rows, prompt_width]`.
+        max_new_tokens: The most tokens any row may emit.
+        scratch: Room for draft tokens behind the last possible token.
+        pad_token: Token that fills rows that ended early; None stands for 0.
+
+    Attributes:
+        generated: Tokens that each row emitted so far, `[rows]`, int64, on the device.
+        generated_counts: The same on the host, as of the last `synchronise`.
+
+    Raises:
+        ValueError: If a prompt is empty or its padding is not all in front.
+    """
+
+    def __init__(
+        self,
+        input_ids: LongTensor,
+        attention_mask: Tensor,
+        max_new_tokens: int,
+        scratch: int,
+        pad_token: int | None,
+    ) -> None:
+        mask = attention_mask.to(device=input_ids.device, dtype=torch.bool)
+        _check_padding(mask)
+        self.rows, self.prompt_width = input_ids.shape
+        self.max_new_tokens = max_new_tokens
+        self.device = input_ids.device
+        self.pad_token = 0 if pad_token is None else pad_token
+        self.padding = (~mask).sum(dim=1)
+        self.prompt_lengths: list[int] = mask.sum(dim=1).tolist()
+        self.generated = torch.zeros(self.rows, dtype=torch.long, device=self.device)
+        self.generated_counts = [0] * self.rows
+        self.tokens = input_ids.new_full(
+            (self.rows, self.prompt_width + max_new_tokens + scratch), self.pad_token
+        )
+        self.tokens[:, : self.prompt_width] = input_ids
+
+    @property
+    def lengths(self) -> LongTensor:
+        """Tokens of each row, prompt included and padding not, `[rows]`, int64."""
+        return self.prompt_width - self.padding + self.generated
+
+    @property
+    def length_counts(self) -> list[int]:
+        """Host copy of `lengths`, as of the last `synchronise`."""
+        return [prompt + new for prompt, new in zip(self.prompt_lengths, self.generated_counts, strict=True)]
+
+    @property
+    def remaining(self) -> LongTensor:
+        """Tokens each row may still emit, `[rows]`, int64."""
+        return self.max_new_tokens - self.generated
+
+    def synchronise(self, generated_counts: list[int]) -> None:
+        """Take over the host copy of `generated`, which the loop fetched."""
+        self.generated_counts = generated_counts
+
+    def prompts(self) -> LongTensor:
+        """Return the prompts without padding in front, `[rows, longest]`, int64, filled up behind with anything."""
+        positions = torch.arange(max(self.prompt_lengths), device=self.device)
+        return self.tokens.gather(1, self.padding[:, None] + positions)
+
+    def tail(self, width: int) -> tuple[LongTensor, LongTensor]:
+        """Return each row's last `width` tokens, right-aligned, and their positions.
+
+        Returns:
+            Tokens and positions, both `[rows, width]`, int64. Where a row is shorter than `width`, positions are below 0
+            and tokens are anything.
+        """
+        positions = self.lengths[:, None] + torch.arange(-width, 0, device=self.device)
+        columns = (self.padding[:, None] + positions).clamp_min(0)
+        return self.tokens.gather(1, columns), positions
+
+    def write_behind(self, tokens: LongTensor, offset: int = 0) -> None:
+        """Write draft tokens `[rows, width]` behind the known text, `offset` columns after its end."""
+        first = self.prompt_width + self.generated[:, None] + offset
+        self.tokens.scatter_(1, first + torch.arange(tokens.shape[1], device=self.device), tokens)
+
+    def append(self, tokens: LongTensor, counts: LongTensor) -> None:
+        """Make the first `counts` of `tokens` part of the text.
+
+        Args:
+            tokens: `[rows, width]`, int64; anything beyond a row's count.
+            counts: `[rows]`, int64.
+        """
+        self.write_behind(tokens)
+        self.generated = self.generated + counts
+
+    def prefix(self, length: int, holds: Tensor) -> LongTensor:
+        """Return what a logits processor is shown when it decides on generated token number `length`.
+
+        Args:
+            length: Generated tokens in the prefix, draft tokens included.
+            holds: Rows that have that many, drafts included, `[rows]`, bool. The others, whose result nobody reads, are
+                shown their own text with more padding in front: a valid prefix, of the right width.
+
+        Returns:
+            `[rows, prompt_width + length]`, int64.
+        """
+        width = self.prompt_width + length
+        missing = torch.where(holds, 0, (length - self.generated).clamp_min(0))
+        columns = torch.arange(width, device=self.device) - missing[:, None]
+        prefix = self.tokens.gather(1, columns.clamp_min(0))
+        return prefix.masked_fill(columns < 0, self.pad_token)
+
+    def text(self, lengths: list[int], width: int) -> LongTensor:
+        """Return prompts and generated tokens as `generate` does.
+
+        Args:
+            lengths: Generated tokens to show of each row; padding follows them.
+            width: Columns to show behind the prompt.
+
+        Returns:
+            `[rows, prompt_width + width]`, int64.
+        """
+        shown = self.tokens[:, : self.prompt_width + width].clone()
+        ends = torch.tensor(lengths, device=self.device)[:, None]
+        behind = torch.arange(-self.prompt_width, width, device=self.device) >= ends
+        return shown.masked_fill_(behind, self.pad_token)
+
+
+def _check_padding(mask: Tensor) -> None:
+    """Refuse prompts that are empty or padded anywhere but in front."""
+    if not bool(mask[:, -1].all()):
+        rows = (~mask[:, -1]).nonzero()[:, 0].tolist()
+        msg = (
+            f"attention_mask: rows {rows} end in padding (or are empty); prompts must be padded in front. Set "
+            "tokenizer.padding_side = 'left' and tokenise again."
+        )
+        raise ValueError(msg)
+    holes = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1)
+    if bool(holes.any()):
+        msg = (
+            f"attention_mask: rows {holes.nonzero()[:, 0].tolist()} hide tokens in the middle of the prompt; only padding "
+            "in front is supported. Remove the hidden tokens from input_ids."
+        )
+        raise ValueError(msg)

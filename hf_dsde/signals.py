@@ -1,0 +1,157 @@
+"""What can be read off the draft's and the target's distributions: entropy, divergence and their statistics.
+
+Pure functions over tensors: no model, no state, no host synchronisation. Whatever the dtype of the logits, sums over
+the vocabulary are taken in float32. Divergence and entropy want *raw* logits: at temperature 0 the processed
+distributions are one-hot and their divergence says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import FloatTensor, Tensor
+
+DRAFT_PROBABILITY_FLOOR = 1e-8
+"""The smallest probability that the draft is taken to give a token, so that a KLD stays finite (at most 18.4 nats)."""
+
+
+def token_probability(scores: Tensor, tokens: Tensor) -> FloatTensor:
+    """Probability of each token under the softmax of its scores.
+
+    Args:
+        scores: Processed scores, shape `[..., vocabulary]`, any float dtype; -inf where a token is excluded.
+        tokens: Token ids, shape `[...]`, int64.
+
+    Returns:
+        Probabilities, shape `[...]`, float32.
+    """
+    scores = scores.float()
+    chosen = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return cast("FloatTensor", (chosen - scores.logsumexp(-1)).exp())
+
+
+def entropy(logits: Tensor) -> FloatTensor:
+    """Shannon entropy of the raw softmax at temperature 1, `H = -sum_x q(x) ln q(x)`.
+
+    Args:
+        logits: Raw logits, shape `[..., vocabulary]`, any float dtype; -inf entries contribute nothing.
+
+    Returns:
+        Entropies, shape `[...]`, float32, nats.
+    """
+    return cast("FloatTensor", torch.special.entr(torch.softmax(logits, -1, dtype=torch.float32)).sum(-1))
+
+
+def kl_divergence(target_logits: Tensor, draft_logits: Tensor, floor: float = DRAFT_PROBABILITY_FLOOR) -> FloatTensor:
+    """KL(target || draft) of the raw softmaxes at temperature 1, the per-token signal of DSDE (arXiv 2509.01083).
+
+    `sum_x p(x) (ln p(x) - ln max(q(x), floor))` with p the target and q the draft. The floored draft is not
+    renormalised, as in the authors' public code; since it then sums to slightly more than 1, the sum may fall below
+    zero by as much, which is cut off. Tokens of target probability 0 contribute nothing.
+
+    Args:
+        target_logits: Shape `[..., vocabulary]`, any float dtype; -inf where the target excludes a token.
+        draft_logits: Shape `[..., vocabulary]`, any float dtype; -inf where the draft has no such token.
+        floor: The least draft probability, so that a token that only the target knows costs `-ln floor`.
+
+    Returns:
+        Divergences, shape `[...]`, float32, nats, at least 0.
+    """
+    log_target = torch.log_softmax(target_logits, -1, dtype=torch.float32)
+    log_draft = torch.log_softmax(draft_logits, -1, dtype=torch.float32)
+    log_ratio = log_target - log_draft.clamp_min(math.log(floor))
+    terms = log_target.exp() * log_ratio
+    # An excluded token has log-probability -inf, and 0 * -inf is not a number.
+    return cast("FloatTensor", terms.masked_fill(log_target.isneginf(), 0.0).sum(-1).clamp_min(0.0))
+
+
+def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> FloatTensor:
+    """Probability that speculative sampling accepts a token drawn from the draft, `sum_x min(p(x), q(x))`.
+
+    It equals 1 minus the total variation distance (Leviathan et al., arXiv 2211.17192, Theorem 3.5).
+
+    Args:
+        target_probs: Shape `[..., vocabulary]`, any float dtype, summing to 1.
+        draft_probs: Shape `[..., vocabulary]`, any float dtype, summing to 1.
+
+    Returns:
+        Probabilities, shape `[...]`, float32.
+    """
+    return cast("FloatTensor", torch.minimum(target_probs.float(), draft_probs.float()).sum(-1))
+
+
+def weighted_variance(values: Tensor, decay: float, counts: Tensor | None = None) -> FloatTensor:
+    """Variance under exponentially decaying weights, `Var_w` of DSDE (arXiv 2509.01083, Eq. 5-7 with Eq. 4).
+
+    `m = sum_i w_i v_i / sum_i w_i` and `Var_w = sum_i w_i (v_i - m)^2 / sum_i w_i`, with `w_i = decay^age_i` and age
+    0 for the newest value.
+
+    Args:
+        values: Shape `[rows, window]`, any float dtype, oldest first and newest last.
+        decay: Weight of a value relative to the next newer one, in (0, 1].
+        counts: How many of the last values of each row count, shape `[rows]`, int64; all when None. What stands
+            before them is never read.
+
+    Returns:
+        Variances, shape `[rows]`, float32, in the values' unit squared; 0 for a row without values.
+    """
+    window = values.shape[-1]
+    age = torch.arange(window - 1, -1, -1, device=values.device)
+    weights = torch.pow(decay, age.float()).expand_as(values)
+    values = values.float()
+    if counts is not None:
+        counted = age < counts.unsqueeze(-1)
+        weights = weights.masked_fill(~counted, 0.0)
+        values = values.masked_fill(~counted, 0.0)
+    total = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    mean = (weights * values).sum(-1, keepdim=True) / total
+    return cast("FloatTensor", (weights * (values - mean).square()).sum(-1) / total.squeeze(-1))
+
+
+def weighted_variance_ratio(
+    values: Tensor,
+    short: int,
+    decay: float,
+    counts: Tensor | None = None,
+    *,
+    flat_variance: float = 1e-10,
+    flat_ratio: float = 1.0,
+) -> FloatTensor:
+    """WVIR of DSDE (arXiv 2509.01083, Eq. 4): `Var_w(last short values) / Var_w(all values)`.
+
+    Args:
+        values: KLDs of each row, shape `[rows, window]`, any float dtype, newest last.
+        short: How many of the newest values make the short window.
+        decay: See `weighted_variance`.
+        counts: How many of the last values of each row count, shape `[rows]`, int64; all when None.
+        flat_variance: A long window whose variance lies below this has no fluctuation to compare with ...
+        flat_ratio: ... and the ratio is then this. The paper is silent; 1 leaves the scaling factor alone.
+
+    Returns:
+        Ratios, shape `[rows]`, float32, without unit; 0 for rows with fewer than two values.
+    """
+    short = min(short, values.shape[-1])
+    short_variance = weighted_variance(
+        values[..., values.shape[-1] - short :], decay, None if counts is None else counts.clamp_max(short)
+    )
+    long_variance = weighted_variance(values, decay, counts)
+    ratio = torch.where(
+        long_variance < flat_variance, flat_ratio, short_variance / long_variance.clamp_min(torch.finfo(torch.float32).tiny)
+    )
+    enough = values.shape[-1] >= 2 if counts is None else counts >= 2
+    return cast("FloatTensor", ratio * enough)
+
+
+def scaling_factor(mean_kld: Tensor, exponent: float = 2.0) -> FloatTensor:
+    """SF of DSDE (arXiv 2509.01083, Eq. 3): `exp(2 mu) - 1`, 0 when the models agree.
+
+    Args:
+        mean_kld: Mean KLD of the last verified step, any shape and float dtype, nats.
+        exponent: The factor in front of the mean.
+
+    Returns:
+        Factors, the shape of `mean_kld`, float32, without unit.
+    """
+    return cast("FloatTensor", torch.expm1(exponent * mean_kld.float()))

@@ -1,0 +1,153 @@
+"""When a sequence ends, decided per accepted token as plain `generate` would decide it.
+
+End-of-sequence tokens and length limits are cut out of a block on the device. All other criteria (stop strings, a
+user's own) are functions of the batch at one step, so each step is put to them once every unfinished row has reached
+it: exactly the calls plain `generate` makes, also for criteria that look across rows or answer with a single bool. Rows
+that ran ahead in the meantime are cut back to where they should have ended, which costs nothing: the batch goes on for
+its slowest row anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import BoolTensor, FloatTensor, LongTensor
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+
+from hf_dsde.sequences import SequenceBatch
+
+StepScores = Callable[[int], "tuple[FloatTensor, ...] | None"]
+"""Returns the scores of the first n steps as `generate` would have collected them, None when it collects none."""
+
+
+class Stopping:
+    """Knows which rows have ended, and where.
+
+    Args:
+        criteria: As `generate` prepared them.
+        sequences: The batch they are about.
+
+    Attributes:
+        ends: Generated tokens of each row when it ended, None while it has not.
+        frontier: Steps that have been decided for every row; text up to there is final.
+        eos_tokens: All end-of-sequence tokens, `[n]`, int64; empty when there are none.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, sequences: SequenceBatch) -> None:
+        self._sequences = sequences
+        eos = [c.eos_token_id.to(sequences.device) for c in criteria if type(c) is EosTokenCriteria]
+        self.eos_tokens: LongTensor = torch.cat(eos) if eos else torch.empty(0, device=sequences.device).long()
+        self._time_limits = [c for c in criteria if type(c) is MaxTimeCriteria]
+        stepwise = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)]
+        self._stepwise = StoppingCriteriaList(stepwise)
+        # Plain `generate` pads ended rows only when it knows an end-of-sequence token, and lets them go on otherwise.
+        self.pads_ended_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.ends: list[int | None] = [None] * sequences.rows
+        self.frontier = 0
+
+    def cut(self, tokens: LongTensor, counts: LongTensor) -> tuple[LongTensor, BoolTensor]:
+        """Cut a block of new tokens at the first end-of-sequence token and at the length limit.
+
+        Args:
+            tokens: `[rows, width]`, int64.
+            counts: Tokens of each row, `[rows]`, int64, 0 for rows that have finished.
+
+        Returns:
+            Tokens that each row keeps, `[rows]`, int64, and which rows that ends, `[rows]`, bool. Rows without tokens
+            do not end.
+        """
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        is_eos = torch.isin(tokens, self.eos_tokens) & (column < counts[:, None])
+        first = torch.where(is_eos, column + 1, tokens.shape[1] + 1).amin(dim=1)
+        remaining = self._sequences.remaining
+        kept = torch.minimum(torch.minimum(counts, first), remaining)
+        return kept, (counts > 0) & ((kept == first) | (kept == remaining))
+
+    def advance(self, ended: list[bool], scores: StepScores) -> None:
+        """Take note of a round, after its tokens were appended and the host's copy of the lengths was renewed.
+
+        Args:
+            ended: Rows that `cut` ended in this round.
+            scores: Access to the scores that criteria may ask for.
+        """
+        generated = self._sequences.generated_counts
+        for row, ends_here in enumerate(ended):
+            if ends_here and self.ends[row] is None:
+                self.ends[row] = generated[row]
+        if any(bool(limit(self._sequences.tokens, None).any()) for limit in self._time_limits):
+            self._end_now()
+        reached = self._reached()
+        if self._stepwise:
+            for step in range(self.frontier + 1, reached + 1):
+                self._decide(step, scores(step))
+                if all(end is not None and end <= step for end in self.ends):
+                    break
+        self.frontier = reached
+
+    def finished(self) -> list[bool]:
+        """Say which rows need no further token.
+
+        An ended row goes on when plain `generate` would let it: without an end-of-sequence token it gets real tokens
+        up to the batch's longest row.
+        """
+        if self.pads_ended_rows:
+            return [end is not None for end in self.ends]
+        width = self.width()
+        return [width is not None and count >= width for count in self._sequences.generated_counts]
+
+    def width(self) -> int | None:
+        """Return the number of steps of the whole batch, None while a row has not ended."""
+        ends = [end for end in self.ends if end is not None]
+        return max(ends) if len(ends) == len(self.ends) else None
+
+    def final_lengths(self) -> list[int]:
+        """Return how many generated tokens of each row the output shows. Call it when all rows have finished."""
+        width = self.width()
+        if width is None:
+            msg = "final lengths were asked for while a row is still being generated"
+            raise RuntimeError(msg)
+        return [end if self.pads_ended_rows and end is not None else width for end in self.ends]
+
+    def confirmed(self, row: int) -> int:
+        """Return how many generated tokens of a row are certain to be in the output."""
+        end = self.ends[row]
+        count = self._sequences.generated_counts[row]
+        certain = min(count, self.frontier) if self._stepwise else count
+        limit = end if self.pads_ended_rows else self.width()
+        return certain if limit is None else min(certain, limit)
+
+    def _reached(self) -> int:
+        """Return the last step that can be decided: the shortest unfinished row, or the end when none is left."""
+        generated = self._sequences.generated_counts
+        if self.pads_ended_rows:
+            running = [count for count, end in zip(generated, self.ends, strict=True) if end is None]
+            return min(running) if running else max(end for end in self.ends if end is not None)
+        return min(generated)
+
+    def _end_now(self) -> None:
+        """End every row where it stands, as time is up; at a common step when ended rows are not padded."""
+        generated = self._sequences.generated_counts
+        counts = generated if self.pads_ended_rows else [min(generated)] * len(generated)
+        self.ends = [
+            count if end is None else min(end, count) for end, count in zip(self.ends, counts, strict=True)
+        ]
+
+    def _decide(self, step: int, scores: tuple[FloatTensor, ...] | None) -> None:
+        """Put one step of the whole batch to the stepwise criteria."""
+        shown = [
+            min(end, step) if self.pads_ended_rows and end is not None else step for end in self.ends
+        ]
+        done = self._stepwise(self._sequences.text(shown, step), scores).tolist()
+        for row, stops in enumerate(done):
+            end = self.ends[row]
+            if stops and (end is None or end > step):
+                self.ends[row] = step
+
+
+def length_limit(criteria: StoppingCriteriaList, max_length: int) -> int:
+    """Return the total length, prompt included, at which every row ends at the latest."""
+    limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+    return min([*limits, max_length])
+
+

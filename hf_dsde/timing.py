@@ -1,0 +1,66 @@
+"""Where the time of a round goes, measured without waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from hf_dsde.policies.base import PhaseTimes
+
+
+class _Mark(Protocol):
+    def seconds_until(self, later: _Mark) -> float: ...
+
+
+class _HostMark:
+    def __init__(self, device: torch.device) -> None:
+        self._time = time.perf_counter()
+
+    def seconds_until(self, later: _Mark) -> float:
+        assert isinstance(later, _HostMark)
+        return later._time - self._time
+
+
+class _CudaMark:
+    """A point in the device's stream. Its time is known once the host has waited for something behind it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.current_stream(device))
+
+    def seconds_until(self, later: _Mark) -> float:
+        assert isinstance(later, _CudaMark)
+        later._event.synchronize()
+        return self._event.elapsed_time(later._event) / 1000
+
+
+class PhaseClock:
+    """Marks the phases of a round: `start`, then a `mark` at the end of each of the three phases, and `read` after the round's fetch.
+
+    On a CUDA device the marks are events in the stream, read only after the round's one synchronisation, so that
+    measuring costs no further one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mark_type = _CudaMark if device.type == "cuda" else _HostMark
+        self._marks: list[_Mark] = []
+
+    def start(self) -> None:
+        """Begin a round."""
+        self._marks = [self._mark_type(self._device)]
+
+    def mark(self) -> None:
+        """End a phase: the draft first, then the target's pass with its verification, then the bookkeeping."""
+        self._marks.append(self._mark_type(self._device))
+
+    def read(self) -> PhaseTimes:
+        """Return the seconds of the phases marked since `start`."""
+        begin, drafted, verified, ended = self._marks
+        return PhaseTimes(
+            draft=begin.seconds_until(drafted),
+            verify=drafted.seconds_until(verified),
+            bookkeeping=verified.seconds_until(ended),
+        )

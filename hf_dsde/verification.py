@@ -1,0 +1,102 @@
+"""Which draft tokens stand, and which token follows them. Pure functions: no model, no state, no policy.
+
+Both rules return per row the number of accepted draft tokens and one more token of the target's own: the correction at
+the first rejection, or the bonus token when every draft token was accepted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import FloatTensor, LongTensor
+
+
+class Verdict(NamedTuple):
+    """What a target pass says about a block of draft tokens.
+
+    Attributes:
+        accepted: Draft tokens accepted from the front, `[rows]`, int64.
+        next_tokens: The correction or bonus token behind them, `[rows]`, int64.
+    """
+
+    accepted: LongTensor
+    next_tokens: LongTensor
+
+
+def leading_run(stands: torch.Tensor, lengths: LongTensor) -> LongTensor:
+    """Count the positions before the first that does not stand, within each row's length.
+
+    Args:
+        stands: `[rows, width]`, bool.
+        lengths: Positions that count, `[rows]`, int64.
+
+    Returns:
+        `[rows]`, int64, at most `lengths`.
+    """
+    inside = torch.arange(stands.shape[1], device=stands.device) < lengths[:, None]
+    return (stands & inside).long().cumprod(dim=1).sum(dim=1)
+
+
+def greedy(target_tokens: LongTensor, draft_tokens: LongTensor, lengths: LongTensor) -> Verdict:
+    """Accept draft tokens as long as they are the target's own choice.
+
+    Args:
+        target_tokens: The target's greedy choice after each prefix of the block, `[rows, width + 1]`, int64.
+        draft_tokens: `[rows, width]`, int64; anything beyond a row's length.
+        lengths: Tokens that each row drafted, `[rows]`, int64, 0 to width.
+    """
+    accepted = leading_run(draft_tokens == target_tokens[:, :-1], lengths)
+    return Verdict(accepted, target_tokens.gather(1, accepted[:, None])[:, 0])
+
+
+def speculative_sampling(
+    target_probs: FloatTensor, draft_probs: FloatTensor, draft_tokens: LongTensor, lengths: LongTensor
+) -> Verdict:
+    """Accept or replace draft tokens so that the output follows the target's distribution exactly.
+
+    Token x drawn from q is accepted with probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw
+    from max(0, p - q), normalised (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318). The
+    test is `u * q(x) < p(x)` with u uniform on [0, 1): no division, and nothing added to q, which would bias it.
+
+    Args:
+        target_probs: The target's distribution after each prefix of the block, after all logits processors,
+            `[rows, width + 1, vocabulary]`, float32.
+        draft_probs: The distributions that the draft tokens were drawn from, `[rows, width, vocabulary]`, float32.
+        draft_tokens: `[rows, width]`, int64; anything beyond a row's length.
+        lengths: Tokens that each row drafted, `[rows]`, int64, 0 to width.
+    """
+    index = draft_tokens[:, :, None]
+    p = target_probs[:, :-1].gather(2, index)[:, :, 0]
+    q = draft_probs.gather(2, index)[:, :, 0]
+    accepted = leading_run(torch.rand_like(p) * q < p, lengths)
+    leftover = residual_distribution(target_probs, draft_probs, accepted, lengths)
+    return Verdict(accepted, torch.multinomial(leftover, num_samples=1)[:, 0])
+
+
+def residual_distribution(
+    target_probs: FloatTensor, draft_probs: FloatTensor, accepted: LongTensor, lengths: LongTensor
+) -> FloatTensor:
+    """Return the unnormalised law of the token behind the accepted ones.
+
+    That is max(0, p - q) where a draft token was rejected, and p itself behind a fully accepted draft. A residual
+    without mass can only come from rounding, when p and q are equal; there p is the right law.
+
+    Args:
+        target_probs: `[rows, width + 1, vocabulary]`, float32.
+        draft_probs: `[rows, width, vocabulary]`, float32.
+        accepted: `[rows]`, int64.
+        lengths: `[rows]`, int64.
+
+    Returns:
+        `[rows, vocabulary]`, float32.
+    """
+    rows = torch.arange(len(accepted), device=accepted.device)
+    target = target_probs[rows, accepted]
+    if draft_probs.shape[1] == 0:
+        return target
+    rejected = (accepted < lengths)[:, None]
+    draft = draft_probs[rows, accepted.clamp_max(draft_probs.shape[1] - 1)]
+    residual = (target - draft).clamp_min(0)
+    usable = rejected & (residual.sum(dim=1, keepdim=True) > 0)
+    return torch.where(usable, residual, target)
