@@ -10,9 +10,7 @@ def _complain(argument: str, value: object, accepted: str, way_out: str) -> str:
     return f"`{argument}` is {value!r}, but {accepted} is needed. {way_out}".rstrip()
 
 
-def check_integer(
-    argument: str, value: object, minimum: int, maximum: int | None = None, *, way_out: str = ""
-) -> int:
+def check_integer(argument: str, value: object, minimum: int, maximum: int | None = None, *, way_out: str = "") -> int:
     """The value, if it is an integer (bool is none) within the bounds; a ValueError or TypeError otherwise."""
     bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     accepted = f"an integer {bounds}"

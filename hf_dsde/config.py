@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ class SpeculationConfig:
             )
         object.__setattr__(self, "policy_arguments", _plain_arguments(self.policy_arguments))
         check_integer(
-            "max_draft_length", self.max_draft_length, 1, way_out="To decode without drafts, use policy 'static' with 0."
+            "max_draft_length",
+            self.max_draft_length,
+            1,
+            way_out="To decode without drafts, use policy 'static' with 0.",
         )
         check_flag("fill_to_batch", self.fill_to_batch)
         check_choice("runner", self.runner, RUNNERS)
@@ -105,7 +109,9 @@ class SpeculationConfig:
         try:
             values = json.loads(text)
         except json.JSONDecodeError as failure:
-            raise ValueError(f"`text` is no JSON ({failure}). `SpeculationConfig().to_json()` shows the form.") from failure
+            raise ValueError(
+                f"`text` is no JSON ({failure}). `SpeculationConfig().to_json()` shows the form."
+            ) from failure
         return cls.from_dict(values)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -174,6 +180,6 @@ def _ascending_buckets(buckets: Any) -> tuple[int, ...] | None:
     accepted = "ascending integers of at least 1, or None, are needed"
     if not isinstance(buckets, (list, tuple)) or any(isinstance(b, bool) or not isinstance(b, int) for b in buckets):
         raise TypeError(f"`width_buckets` is {buckets!r}, but {accepted}.")
-    if not buckets or buckets[0] < 1 or any(a >= b for a, b in zip(buckets, buckets[1:])):
+    if not buckets or buckets[0] < 1 or any(a >= b for a, b in pairwise(buckets)):
         raise ValueError(f"`width_buckets` is {buckets!r}, but {accepted}.")
     return tuple(buckets)

@@ -8,16 +8,15 @@ distributions are one-hot and their divergence says nothing.
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
-from torch import FloatTensor, Tensor
+from torch import Tensor
 
 DRAFT_PROBABILITY_FLOOR = 1e-8
 """The smallest probability that the draft is taken to give a token, so that a KLD stays finite (at most 18.4 nats)."""
 
 
-def token_probability(scores: Tensor, tokens: Tensor) -> FloatTensor:
+def token_probability(scores: Tensor, tokens: Tensor) -> Tensor:
     """Probability of each token under the softmax of its scores.
 
     Args:
@@ -29,10 +28,10 @@ def token_probability(scores: Tensor, tokens: Tensor) -> FloatTensor:
     """
     scores = scores.float()
     chosen = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return cast("FloatTensor", (chosen - scores.logsumexp(-1)).exp())
+    return (chosen - scores.logsumexp(-1)).exp()
 
 
-def entropy(logits: Tensor) -> FloatTensor:
+def entropy(logits: Tensor) -> Tensor:
     """Shannon entropy of the raw softmax at temperature 1, `H = -sum_x q(x) ln q(x)`.
 
     Args:
@@ -41,10 +40,10 @@ def entropy(logits: Tensor) -> FloatTensor:
     Returns:
         Entropies, shape `[...]`, float32, nats.
     """
-    return cast("FloatTensor", torch.special.entr(torch.softmax(logits, -1, dtype=torch.float32)).sum(-1))
+    return torch.special.entr(torch.softmax(logits, -1, dtype=torch.float32)).sum(-1)
 
 
-def kl_divergence(target_logits: Tensor, draft_logits: Tensor, floor: float = DRAFT_PROBABILITY_FLOOR) -> FloatTensor:
+def kl_divergence(target_logits: Tensor, draft_logits: Tensor, floor: float = DRAFT_PROBABILITY_FLOOR) -> Tensor:
     """KL(target || draft) of the raw softmaxes at temperature 1, the per-token signal of DSDE (arXiv 2509.01083).
 
     `sum_x p(x) (ln p(x) - ln max(q(x), floor))` with p the target and q the draft. The floored draft is not
@@ -64,10 +63,10 @@ def kl_divergence(target_logits: Tensor, draft_logits: Tensor, floor: float = DR
     log_ratio = log_target - log_draft.clamp_min(math.log(floor))
     terms = log_target.exp() * log_ratio
     # An excluded token has log-probability -inf, and 0 * -inf is not a number.
-    return cast("FloatTensor", terms.masked_fill(log_target.isneginf(), 0.0).sum(-1).clamp_min(0.0))
+    return terms.masked_fill(log_target.isneginf(), 0.0).sum(-1).clamp_min(0.0)
 
 
-def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> FloatTensor:
+def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """Probability that speculative sampling accepts a token drawn from the draft, `sum_x min(p(x), q(x))`.
 
     It equals 1 minus the total variation distance (Leviathan et al., arXiv 2211.17192, Theorem 3.5).
@@ -79,10 +78,10 @@ def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> FloatTe
     Returns:
         Probabilities, shape `[...]`, float32.
     """
-    return cast("FloatTensor", torch.minimum(target_probs.float(), draft_probs.float()).sum(-1))
+    return torch.minimum(target_probs.float(), draft_probs.float()).sum(-1)
 
 
-def weighted_variance(values: Tensor, decay: float, counts: Tensor | None = None) -> FloatTensor:
+def weighted_variance(values: Tensor, decay: float, counts: Tensor | None = None) -> Tensor:
     """Variance under exponentially decaying weights, `Var_w` of DSDE (arXiv 2509.01083, Eq. 5-7 with Eq. 4).
 
     `m = sum_i w_i v_i / sum_i w_i` and `Var_w = sum_i w_i (v_i - m)^2 / sum_i w_i`, with `w_i = decay^age_i` and age
@@ -107,7 +106,7 @@ def weighted_variance(values: Tensor, decay: float, counts: Tensor | None = None
         values = values.masked_fill(~counted, 0.0)
     total = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     mean = (weights * values).sum(-1, keepdim=True) / total
-    return cast("FloatTensor", (weights * (values - mean).square()).sum(-1) / total.squeeze(-1))
+    return (weights * (values - mean).square()).sum(-1) / total.squeeze(-1)
 
 
 def weighted_variance_ratio(
@@ -118,7 +117,7 @@ def weighted_variance_ratio(
     *,
     flat_variance: float = 1e-10,
     flat_ratio: float = 1.0,
-) -> FloatTensor:
+) -> Tensor:
     """WVIR of DSDE (arXiv 2509.01083, Eq. 4): `Var_w(last short values) / Var_w(all values)`.
 
     Args:
@@ -138,13 +137,15 @@ def weighted_variance_ratio(
     )
     long_variance = weighted_variance(values, decay, counts)
     ratio = torch.where(
-        long_variance < flat_variance, flat_ratio, short_variance / long_variance.clamp_min(torch.finfo(torch.float32).tiny)
+        long_variance < flat_variance,
+        flat_ratio,
+        short_variance / long_variance.clamp_min(torch.finfo(torch.float32).tiny),
     )
     enough = values.shape[-1] >= 2 if counts is None else counts >= 2
-    return cast("FloatTensor", ratio * enough)
+    return ratio * enough
 
 
-def scaling_factor(mean_kld: Tensor, exponent: float = 2.0) -> FloatTensor:
+def scaling_factor(mean_kld: Tensor, exponent: float = 2.0) -> Tensor:
     """SF of DSDE (arXiv 2509.01083, Eq. 3): `exp(2 mu) - 1`, 0 when the models agree.
 
     Args:
@@ -154,4 +155,4 @@ def scaling_factor(mean_kld: Tensor, exponent: float = 2.0) -> FloatTensor:
     Returns:
         Factors, the shape of `mean_kld`, float32, without unit.
     """
-    return cast("FloatTensor", torch.expm1(exponent * mean_kld.float()))
+    return torch.expm1(exponent * mean_kld.float())

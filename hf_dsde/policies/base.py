@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
-from torch import BoolTensor, FloatTensor, LongTensor
+from torch import Tensor
 
 from hf_dsde import signals
 
@@ -66,10 +66,10 @@ class DraftStep:
     def __init__(
         self,
         position: int,
-        tokens: LongTensor,
-        logits: FloatTensor,
-        scores: FloatTensor,
-        drafting: BoolTensor,
+        tokens: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        drafting: Tensor,
     ) -> None:
         self.position = position
         self.tokens = tokens
@@ -85,12 +85,12 @@ class DraftStep:
         return DraftStep(self.position, *(tensor.to(device) for tensor in tensors))
 
     @cached_property
-    def confidence(self) -> FloatTensor:
+    def confidence(self) -> Tensor:
         """Probability of the drafted token under the draft's processed scores, shape `[rows]`, float32."""
         return signals.token_probability(self._scores, self.tokens)
 
     @cached_property
-    def entropy(self) -> FloatTensor:
+    def entropy(self) -> Tensor:
         """Entropy of the draft's raw distribution at temperature 1, shape `[rows]`, float32, nats."""
         return signals.entropy(self.logits)
 
@@ -128,16 +128,16 @@ class RoundOutcome:
             None in the first round and unless `Signal.TIMINGS` was required.
     """
 
-    drafted: LongTensor
-    accepted: LongTensor
-    active: BoolTensor
-    kld: FloatTensor | None = None
-    entropy: FloatTensor | None = None
-    confidence: FloatTensor | None = None
+    drafted: Tensor
+    accepted: Tensor
+    active: Tensor
+    kld: Tensor | None = None
+    entropy: Tensor | None = None
+    confidence: Tensor | None = None
     timings: PhaseTimes | None = None
 
     @property
-    def positions(self) -> BoolTensor:
+    def positions(self) -> Tensor:
         """Which positions of the block were really drafted, shape `[rows, width]`, bool."""
         width = next((s.shape[1] for s in (self.kld, self.entropy, self.confidence) if s is not None), 0)
         return torch.arange(width, device=self.drafted.device) < self.drafted[:, None]
@@ -160,14 +160,14 @@ class StoppingPolicy(ABC):
         """Forget everything and prepare for a batch."""
 
     @abstractmethod
-    def draft_lengths(self) -> LongTensor:
+    def draft_lengths(self) -> Tensor:
         """The most tokens each row shall draft in the next round, shape `[rows]`, int64, at least 0.
 
         The loop lowers it further where a row's remaining budget or context is shorter, and ignores it for rows
         that have finished.
         """
 
-    def should_stop(self, step: DraftStep) -> BoolTensor | None:
+    def should_stop(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - part of the contract
         """Rows that draft no further token in this round, shape `[rows]`, bool; the token just drafted stays.
 
         None, the default, says that this policy never stops inside a round, which spares the loop a host
@@ -178,7 +178,7 @@ class StoppingPolicy(ABC):
     def observe(self, outcome: RoundOutcome) -> None:  # noqa: B027 - optional hook, doing nothing is right
         """Learn from a round that has been verified."""
 
-    def select_rows(self, index: LongTensor) -> None:  # noqa: B027 - policies without state per row need nothing
+    def select_rows(self, index: Tensor) -> None:  # noqa: B027 - policies without state per row need nothing
         """Keep the rows in `index`, in that order: other rows have left the batch. `index` is int64, `[kept]`."""
 
     @property

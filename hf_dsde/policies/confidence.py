@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from torch import BoolTensor, LongTensor, Tensor
+from torch import Tensor
 
 from hf_dsde.argument_checks import check_flag, check_integer, check_number
 from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
@@ -77,13 +76,13 @@ class ConfidencePolicy(StoppingPolicy):
             filled=torch.zeros(batch.rows, dtype=torch.int64, device=device),
         )
 
-    def draft_lengths(self) -> LongTensor:
+    def draft_lengths(self) -> Tensor:
         """The most tokens of a round, shape `[rows]`, int64; most rounds stop earlier."""
-        return cast("LongTensor", torch.full_like(self._rows.filled, self._length))
+        return torch.full_like(self._rows.filled, self._length)
 
-    def should_stop(self, step: DraftStep) -> BoolTensor:
+    def should_stop(self, step: DraftStep) -> Tensor:
         """Rows whose newest token has a lower draft probability than their threshold, shape `[rows]`, bool."""
-        return cast("BoolTensor", step.confidence < self._rows.threshold)
+        return step.confidence < self._rows.threshold
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Remember every token up to and including the first mismatch, and move the thresholds."""
@@ -103,7 +102,7 @@ class ConfidencePolicy(StoppingPolicy):
         threshold = torch.where(learning & informed, best, state.threshold)
         self._state = _State(threshold, confidence, labels, filled)
 
-    def select_rows(self, index: LongTensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
         self._state = self._rows.select_rows(index)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import BoolTensor, FloatTensor, LongTensor, Tensor
+from torch import Tensor
 
 from hf_dsde import signals
 from hf_dsde.argument_checks import check_choice, check_flag, check_integer, check_number
@@ -169,9 +169,9 @@ class DSDEStoppingPolicy(StoppingPolicy):
         return self._state
 
     @property
-    def calibrating(self) -> BoolTensor:
+    def calibrating(self) -> Tensor:
         """Rows whose window of KLDs is not full yet, shape `[rows]`, bool."""
-        return cast("BoolTensor", self._rows.filled < self.long_window)
+        return self._rows.filled < self.long_window
 
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
@@ -193,16 +193,16 @@ class DSDEStoppingPolicy(StoppingPolicy):
             best_accepted=zeros(dtype=torch.int64),
         )
 
-    def draft_lengths(self) -> LongTensor:
+    def draft_lengths(self) -> Tensor:
         """Each row's length, shape `[rows]`, int64: `min(ceil(SL^), SL_cap)`, or its calibration length."""
         state = self._rows
         lengths = self.predicted_lengths().ceil().long()
         if self.cap:
             lengths = torch.minimum(lengths, self._length_cap(lengths))
         lengths = torch.where(self.calibrating, state.calibration_length, lengths)
-        return cast("LongTensor", lengths.clamp_max(self._ceiling))
+        return lengths.clamp_max(self._ceiling)
 
-    def predicted_lengths(self) -> FloatTensor:
+    def predicted_lengths(self) -> Tensor:
         """SL^ of Eq. 8, `(1 - SF WVIR) (SL_max - SL_min) + SL_min`, before rounding and cap.
 
         Shape `[rows]`, float32, tokens. Where `SF WVIR` exceeds 1 it is SL_min. It means nothing for rows that are
@@ -212,7 +212,7 @@ class DSDEStoppingPolicy(StoppingPolicy):
         product = self._scaling_factor() * self._variance_ratio()
         predicted = (1 - product) * (sl_max - sl_min) + sl_min
         # Written so that a product which is not a number (an infinite SF times 0) falls back to SL_min.
-        return cast("FloatTensor", torch.where(product <= 1, predicted, sl_min))
+        return torch.where(product <= 1, predicted, sl_min)
 
     def _variance_ratio(self) -> Tensor:
         state = self._rows
@@ -287,8 +287,8 @@ class DSDEStoppingPolicy(StoppingPolicy):
         )
 
     def _counted_positions(self, outcome: RoundOutcome) -> Tensor:
-        """How many KLDs of each row's block count, from its front, shape `[rows]`, int64; 0 where nothing is learned."""
-        counts = outcome.drafted
+        """How many KLDs count of each row's block, from its front, shape `[rows]`, int64; 0 where none is learned."""
+        counts: Tensor = outcome.drafted
         if self.kld_positions == "to_first_rejection":
             counts = torch.minimum(counts, outcome.accepted + 1)
         return counts * (outcome.active & (outcome.drafted > 0))
@@ -302,7 +302,7 @@ class DSDEStoppingPolicy(StoppingPolicy):
         doubled = torch.where(outcome.accepted >= asked, 2 * asked, asked)
         return doubled.clamp(self._floor, self._ceiling)
 
-    def select_rows(self, index: LongTensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
         self._state = self._rows.select_rows(index)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
-from torch import LongTensor
+from torch import Tensor
 
 from hf_dsde.argument_checks import check_integer
 from hf_dsde.policies.base import BatchInfo, RoundOutcome, StoppingPolicy
@@ -27,16 +25,16 @@ class HeuristicPolicy(StoppingPolicy):
 
     def __init__(self, initial_length: int = 5) -> None:
         self.initial_length = check_integer("initial_length", initial_length, 1)
-        self._lengths: LongTensor | None = None
+        self._lengths: Tensor | None = None
         self._ceiling = 0
 
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
         self._ceiling = batch.max_draft_length
         length = min(self.initial_length, self._ceiling)
-        self._lengths = cast("LongTensor", torch.full((batch.rows,), length, device=batch.device))
+        self._lengths = torch.full((batch.rows,), length, device=batch.device)
 
-    def draft_lengths(self) -> LongTensor:
+    def draft_lengths(self) -> Tensor:
         """Each row's current length, shape `[rows]`, int64."""
         if self._lengths is None:
             raise RuntimeError("HeuristicPolicy was asked for lengths before `start(batch)`.")
@@ -49,8 +47,8 @@ class HeuristicPolicy(StoppingPolicy):
         full = outcome.accepted >= torch.minimum(outcome.drafted, lengths)
         moved = torch.where(full, lengths + 2, (lengths - 1).clamp_min(1)).clamp_max(self._ceiling)
         learning = outcome.active & (outcome.drafted > 0)
-        self._lengths = cast("LongTensor", torch.where(learning, moved, lengths))
+        self._lengths = torch.where(learning, moved, lengths)
 
-    def select_rows(self, index: LongTensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
-        self._lengths = cast("LongTensor", self.draft_lengths().index_select(0, index))
+        self._lengths = self.draft_lengths().index_select(0, index)

@@ -120,4 +120,4 @@ def _load(point: EntryPoint) -> PolicyFactory:
         ) from failure
     if not callable(factory):
         raise TypeError(f"Policy {point.name!r} comes from {point.value!r}, which is no class and no function.")
-    return factory  # type: ignore[no-any-return]
+    return factory

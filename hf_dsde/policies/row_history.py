@@ -15,7 +15,7 @@ State = TypeVar("State", bound="RowState")
 class RowState:
     """Base of a policy's state: every field is a tensor whose first dimension counts the rows."""
 
-    def select_rows(self: State, index: Tensor) -> State:
+    def select_rows(self: State, index: Tensor) -> State:  # noqa: PYI019 - Self needs Python 3.11
         """The state of the rows in `index` alone, in that order. `index` is int64, shape `[kept]`."""
         return type(self)(**{f.name: getattr(self, f.name).index_select(0, index) for f in fields(self)})
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
-from torch import LongTensor
+from torch import Tensor
 
 from hf_dsde.argument_checks import check_integer
 from hf_dsde.policies.base import BatchInfo, StoppingPolicy
@@ -24,19 +22,19 @@ class StaticPolicy(StoppingPolicy):
 
     def __init__(self, num_draft_tokens: int = 5) -> None:
         self.num_draft_tokens = check_integer("num_draft_tokens", num_draft_tokens, 0)
-        self._lengths: LongTensor | None = None
+        self._lengths: Tensor | None = None
 
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
         length = min(self.num_draft_tokens, batch.max_draft_length)
-        self._lengths = cast("LongTensor", torch.full((batch.rows,), length, device=batch.device))
+        self._lengths = torch.full((batch.rows,), length, device=batch.device)
 
-    def draft_lengths(self) -> LongTensor:
+    def draft_lengths(self) -> Tensor:
         """The fixed length, shape `[rows]`, int64."""
         if self._lengths is None:
             raise RuntimeError("StaticPolicy was asked for lengths before `start(batch)`.")
         return self._lengths
 
-    def select_rows(self, index: LongTensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
-        self._lengths = cast("LongTensor", self.draft_lengths().index_select(0, index))
+        self._lengths = self.draft_lengths().index_select(0, index)

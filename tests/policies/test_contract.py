@@ -1,0 +1,267 @@
+"""What every registered policy promises, whatever its rule."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_dsde.policies import (
+    BatchInfo,
+    DraftStep,
+    RoundOutcome,
+    Signal,
+    StoppingPolicy,
+    available_policies,
+    create_policy,
+)
+
+VOCABULARY = 11
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in available_policies()),
+    ("dsde", {"variant": "reference"}),
+    ("dsde", {"sl_max": 4, "cap": False, "kld_positions": "to_first_rejection", "long_window": 6}),
+    ("dsde", {"long_window": 6}),
+    ("confidence", {"threshold": 0.1, "history": 6}),
+    ("static", {"num_draft_tokens": 0}),
+]
+every_policy = pytest.mark.parametrize(("name", "arguments"), POLICIES, ids=lambda value: str(value) or "defaults")
+
+
+def batch(rows: int, max_draft_length: int = 9) -> BatchInfo:
+    return BatchInfo(rows, torch.device("cpu"), VOCABULARY, max_draft_length, 100)
+
+
+def draft_step(rows: int, generator: torch.Generator) -> DraftStep:
+    logits = torch.randn(rows, VOCABULARY, generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (rows,), generator=generator)
+    return DraftStep(0, tokens, logits, logits, torch.ones(rows, dtype=torch.bool))
+
+
+def random_outcome(lengths: torch.Tensor, requires: frozenset[Signal], generator: torch.Generator) -> RoundOutcome:
+    """A round in which some rows are finished, some drafted nothing and unread positions are not a number."""
+    rows = len(lengths)
+    active = torch.rand(rows, generator=generator) < 0.8
+    skipped = torch.rand(rows, generator=generator) < 0.2
+    drafted = lengths * active * ~skipped
+    accepted = (torch.rand(rows, generator=generator) * (drafted + 1)).long()
+    width = int(drafted.max())
+    unread = torch.arange(width) >= drafted[:, None]
+
+    def signal(kind: Signal) -> torch.Tensor | None:
+        values = torch.rand(rows, width, generator=generator).masked_fill(unread, torch.nan)
+        return values if kind in requires else None
+
+    return RoundOutcome(
+        drafted, accepted, active, signal(Signal.KLD), signal(Signal.ENTROPY), signal(Signal.CONFIDENCE)
+    )
+
+
+def play(policy: StoppingPolicy, rows: int, rounds: int, seed: int) -> list[list[int]]:
+    """The lengths and stops of a policy over random rounds."""
+    generator = torch.Generator().manual_seed(seed)
+    said = []
+    for _ in range(rounds):
+        lengths = policy.draft_lengths()
+        stops = policy.should_stop(draft_step(rows, generator))
+        said.append(lengths.tolist() + ([] if stops is None else stops.tolist()))
+        policy.observe(random_outcome(lengths, policy.requires, generator))
+    return said
+
+
+def row_tensors(holder: Any, rows: int) -> dict[str, torch.Tensor]:
+    """Every tensor in a policy that has one entry per row."""
+    found: dict[str, torch.Tensor] = {}
+    names = [f.name for f in fields(holder)] if is_dataclass(holder) else list(vars(holder))
+    for name in names:
+        value = getattr(holder, name)
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows:
+            found[name] = value
+        elif is_dataclass(value):
+            found.update(row_tensors(value, rows))
+    return found
+
+
+@every_policy
+def test_equal_calls_behave_equally_after_start(name: str, arguments: dict[str, Any]) -> None:
+    policy, fresh = create_policy(name, **arguments), create_policy(name, **arguments)
+    policy.start(batch(5))
+    play(policy, 5, rounds=20, seed=1)
+    policy.start(batch(4))
+    fresh.start(batch(4))
+    assert play(policy, 4, rounds=25, seed=2) == play(fresh, 4, rounds=25, seed=2)
+
+
+@every_policy
+def test_asking_twice_changes_nothing(name: str, arguments: dict[str, Any]) -> None:
+    policy = create_policy(name, **arguments)
+    policy.start(batch(4))
+    play(policy, 4, rounds=15, seed=3)
+    assert policy.draft_lengths().tolist() == policy.draft_lengths().tolist()
+
+
+@every_policy
+@given(rows=st.integers(1, 6), limit=st.integers(1, 33), seed=st.integers(0, 10_000))
+@settings(deadline=None, max_examples=15)
+def test_lengths_stay_within_bounds(name: str, arguments: dict[str, Any], rows: int, limit: int, seed: int) -> None:
+    policy = create_policy(name, **arguments)
+    policy.start(batch(rows, limit))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(12):
+        lengths = policy.draft_lengths()
+        assert lengths.shape == (rows,)
+        assert lengths.dtype == torch.int64
+        assert lengths.device.type == "cpu"
+        assert int(lengths.min()) >= 0
+        assert int(lengths.max()) <= limit
+        policy.observe(random_outcome(lengths, policy.requires, generator))
+
+
+@every_policy
+def test_should_stop_answers_per_row_or_never(name: str, arguments: dict[str, Any]) -> None:
+    policy = create_policy(name, **arguments)
+    policy.start(batch(3))
+    stops = policy.should_stop(draft_step(3, torch.Generator().manual_seed(0)))
+    assert policy.stops_inside_round == (stops is not None)
+    if stops is not None:
+        assert stops.shape == (3,)
+        assert stops.dtype == torch.bool
+
+
+@every_policy
+def test_finished_and_draftless_rows_keep_their_state(name: str, arguments: dict[str, Any]) -> None:
+    policy = create_policy(name, **arguments)
+    policy.start(batch(4))
+    play(policy, 4, rounds=10, seed=4)
+    before = {key: tensor.clone() for key, tensor in row_tensors(policy, 4).items()}
+    signal = torch.full((4, 5), 0.3)
+    policy.observe(
+        RoundOutcome(
+            drafted=torch.tensor([5, 0, 0, 5]),
+            accepted=torch.tensor([5, 0, 0, 2]),
+            active=torch.tensor([True, True, False, True]),
+            kld=signal,
+            entropy=signal,
+            confidence=signal,
+        )
+    )
+    for key, tensor in row_tensors(policy, 4).items():
+        if key != "active":
+            torch.testing.assert_close(tensor[1:3], before[key][1:3], equal_nan=True, msg=f"{name}: {key} has changed")
+
+
+@every_policy
+def test_a_round_without_drafts_changes_nothing(name: str, arguments: dict[str, Any]) -> None:
+    policy = create_policy(name, **arguments)
+    policy.start(batch(3))
+    play(policy, 3, rounds=10, seed=5)
+    policy.observe(random_outcome(torch.tensor([0, 0, 0]), policy.requires, torch.Generator().manual_seed(1)))
+    everyone = torch.tensor([True, True, True])
+    nothing = torch.zeros(3, dtype=torch.int64)
+    empty = torch.empty(3, 0)
+    policy.observe(RoundOutcome(nothing, nothing, everyone, empty, empty, empty))
+    before = {key: tensor.clone() for key, tensor in row_tensors(policy, 3).items()}
+    policy.observe(RoundOutcome(nothing, nothing, everyone, empty, empty, empty))
+    for key, tensor in row_tensors(policy, 3).items():
+        torch.testing.assert_close(tensor, before[key], equal_nan=True)
+
+
+@every_policy
+@given(kept=st.permutations(range(5)).flatmap(lambda rows: st.integers(1, 5).map(lambda n: rows[:n])))
+@settings(deadline=None, max_examples=10)
+def test_rows_that_stay_keep_their_state_in_the_order_asked_for(
+    name: str, arguments: dict[str, Any], kept: list[int]
+) -> None:
+    policy = create_policy(name, **arguments)
+    policy.start(batch(5))
+    play(policy, 5, rounds=12, seed=6)
+    before = {key: tensor.clone() for key, tensor in row_tensors(policy, 5).items()}
+    policy.select_rows(torch.tensor(kept))
+    after = row_tensors(policy, len(kept))
+    assert after.keys() == before.keys()
+    for key, tensor in after.items():
+        torch.testing.assert_close(tensor, before[key][kept], equal_nan=True)
+    assert policy.draft_lengths().shape == (len(kept),)
+    play(policy, len(kept), rounds=3, seed=7)
+
+
+@every_policy
+def test_a_row_alone_behaves_as_it_does_in_a_batch(name: str, arguments: dict[str, Any]) -> None:
+    """Rows learn from themselves only; DSDE's cap, the one thing that they share, is switched off."""
+    if name == "dsde":
+        arguments = {**arguments, "cap": False}
+    together, alone = create_policy(name, **arguments), create_policy(name, **arguments)
+    together.start(batch(4))
+    alone.start(batch(1))
+    generator = torch.Generator().manual_seed(8)
+    for _ in range(20):
+        lengths = together.draft_lengths()
+        assert alone.draft_lengths().tolist() == lengths[2:3].tolist()
+        outcome = random_outcome(lengths, together.requires, generator)
+        single = {f.name: getattr(outcome, f.name) for f in fields(outcome)}
+        together.observe(outcome)
+        alone.observe(RoundOutcome(**{key: None if value is None else value[2:3] for key, value in single.items()}))
+
+
+@every_policy
+def test_never_asks_the_host(name: str, arguments: dict[str, Any]) -> None:
+    """On the meta device a tensor has no values, so whatever would fetch one raises."""
+    policy = create_policy(name, **arguments)
+    policy.start(BatchInfo(3, torch.device("meta"), VOCABULARY, 9, 100))
+    logits = torch.empty(3, VOCABULARY, device="meta")
+    whole = torch.empty(3, dtype=torch.int64, device="meta")
+    flags = torch.empty(3, dtype=torch.bool, device="meta")
+    signal = torch.empty(3, 5, device="meta")
+    for _ in range(2):
+        assert policy.draft_lengths().device.type == "meta"
+        policy.should_stop(DraftStep(0, whole, logits, logits, flags))
+        policy.observe(RoundOutcome(whole, whole, flags, signal, signal, signal))
+    policy.select_rows(torch.empty(2, dtype=torch.int64, device="meta"))
+    assert policy.draft_lengths().shape == (2,)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_policy
+def test_runs_on_a_gpu_without_synchronising_and_answers_as_on_the_cpu(name: str, arguments: dict[str, Any]) -> None:
+    on_cpu, on_gpu = create_policy(name, **arguments), create_policy(name, **arguments)
+    on_cpu.start(batch(4))
+    on_gpu.start(BatchInfo(4, torch.device("cuda"), VOCABULARY, 9, 100))
+    generator = torch.Generator().manual_seed(10)
+    for _ in range(25):
+        lengths = on_cpu.draft_lengths()
+        outcome = random_outcome(lengths, on_cpu.requires, generator)
+        values = {f.name: getattr(outcome, f.name) for f in fields(outcome)}
+        moved = RoundOutcome(**{key: None if value is None else value.cuda() for key, value in values.items()})
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            answer = on_gpu.draft_lengths()
+            on_gpu.observe(moved)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        on_cpu.observe(outcome)
+        # One rounding error may decide a length that lies next to an integer.
+        assert int((answer.cpu() - lengths).abs().max()) <= 1
+
+
+@every_policy
+def test_outcomes_are_not_written_to(name: str, arguments: dict[str, Any]) -> None:
+    policy = create_policy(name, **arguments)
+    policy.start(batch(4))
+    outcome = random_outcome(policy.draft_lengths(), policy.requires, torch.Generator().manual_seed(9))
+    original = copy.deepcopy(outcome)
+    policy.observe(outcome)
+    policy.draft_lengths()
+    for f in fields(outcome):
+        torch.testing.assert_close(getattr(outcome, f.name), getattr(original, f.name), equal_nan=True)
+
+
+@every_policy
+def test_use_before_start_is_refused(name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"before `start\(batch\)`"):
+        create_policy(name, **arguments).draft_lengths()

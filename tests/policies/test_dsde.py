@@ -1,0 +1,399 @@
+"""The DSDE policy against a row-by-row reference in Python floats, its rules one by one, and mutants that must fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reference_dsde as reference
+import torch
+
+from hf_dsde import signals
+from hf_dsde.policies import BatchInfo, DSDEStoppingPolicy, RoundOutcome, Signal
+
+MAX_DRAFT_LENGTH = 32
+RELATIVE_AGREEMENT = 2e-5
+"""How closely float32 lengths must follow the float64 reference before rounding up; 3.4e-6 was the worst of 69,400."""
+
+
+def batch(rows: int, max_draft_length: int = MAX_DRAFT_LENGTH) -> BatchInfo:
+    return BatchInfo(rows, torch.device("cpu"), 100, max_draft_length, 1000)
+
+
+def started(rows: int = 1, max_draft_length: int = MAX_DRAFT_LENGTH, **arguments: Any) -> DSDEStoppingPolicy:
+    policy = DSDEStoppingPolicy(**arguments)
+    policy.start(batch(rows, max_draft_length))
+    return policy
+
+
+def outcome(
+    drafted: list[int], accepted: list[int], klds: list[list[float]], active: list[bool] | None = None
+) -> RoundOutcome:
+    """A round; KLDs of positions that no row drafted are not a number, so that reading them shows."""
+    width = max(drafted)
+    padded = [row[:k] + [math.nan] * (width - k) for row, k in zip(klds, drafted, strict=True)]
+    return RoundOutcome(
+        drafted=torch.tensor(drafted),
+        accepted=torch.tensor(accepted),
+        active=torch.tensor([True] * len(drafted) if active is None else active),
+        kld=torch.tensor(padded, dtype=torch.float32).reshape(len(drafted), width),
+    )
+
+
+def random_round(
+    asked: list[int], alive: list[bool], generator: torch.Generator
+) -> tuple[list[int], list[int], list[list[float]]]:
+    """What the models did with the lengths asked for: some rows draft fewer, some nothing, some a few more."""
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    drafted, accepted, klds = [], [], []
+    for length, is_alive in zip(asked, alive, strict=True):
+        k = max(0, length + (0, 0, 0, 0, -2, -length, 2)[integer(0, 6)]) if is_alive else 0
+        # Stretches of good and of bad agreement, so that lengths sweep from SL_min to SL_max.
+        scale = (0.02, 0.15, 0.6)[integer(0, 2)]
+        drafted.append(k)
+        accepted.append(k if k and integer(0, 1) else integer(0, k))
+        exponential = torch.rand(k, generator=generator, dtype=torch.float64).log().neg() * scale
+        klds.append([float(x) for x in exponential.float()])
+    return drafted, accepted, klds
+
+
+def disagreement(
+    policy: DSDEStoppingPolicy, constants: reference.Constants, rounds: int = 60, rows: int = 6, seed: int = 0
+) -> str | None:
+    """The first difference between policy and reference over random rounds, None when there is none."""
+    generator = torch.Generator().manual_seed(seed)
+    policy.start(batch(rows))
+    expected = reference.ReferenceDSDE(rows, constants)
+    alive = [True] * rows
+    undecided = 0
+    for number in range(rounds):
+        close = True
+        for row, predicted in zip(expected.rows, policy.predicted_lengths().tolist(), strict=True):
+            if not row.calibrated:
+                continue
+            exact = expected.predicted(row)
+            if not math.isclose(predicted, exact, rel_tol=RELATIVE_AGREEMENT):
+                return f"round {number}: SL^ {predicted} instead of {exact}"
+            # One rounding error decides a length that lies this close to an integer, and then perhaps the cap.
+            close &= predicted == exact or abs(exact - round(exact)) > exact * RELATIVE_AGREEMENT
+        lengths = policy.draft_lengths().tolist()
+        if close and lengths != expected.draft_lengths():
+            return f"round {number}: {lengths} instead of {expected.draft_lengths()}"
+        undecided += not close
+        drafted, accepted, klds = random_round(lengths, alive, generator)
+        expected.observe(drafted, accepted, alive, klds)
+        policy.observe(outcome(drafted, accepted, klds, alive))
+        if torch.rand(1, generator=generator) < 0.04 and sum(alive) > 2:
+            alive[alive.index(True)] = False
+    assert undecided <= rounds // 10, "the comparison must not be vacuous"
+    return None
+
+
+CASES: dict[str, tuple[dict[str, Any], reference.Constants]] = {
+    "paper": ({}, reference.Constants()),
+    "reference": ({"variant": "reference"}, reference.public_code_constants(MAX_DRAFT_LENGTH)),
+    "reference-with-cap": (
+        {"variant": "reference", "cap": True, "sl_min": 1},
+        reference.Constants(**{**vars(reference.public_code_constants(MAX_DRAFT_LENGTH)), "cap": True, "sl_min": 1}),
+    ),
+    "ceiling-8": ({"sl_max": 8}, reference.Constants(ceiling=8)),
+    "no-cap": ({"cap": False}, reference.Constants(cap=False)),
+    "first-rejection": ({"kld_positions": "to_first_rejection"}, reference.Constants(to_first_rejection=True)),
+    "other-windows": (
+        {"short_window": 4, "long_window": 12, "decay": 0.7, "initial_length": 3, "sl_min": 1},
+        reference.Constants(short=4, long=12, decay=0.7, initial_length=3, sl_min=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", CASES)
+def test_follows_the_reference_over_random_rounds(case: str, seed: int) -> None:
+    arguments, constants = CASES[case]
+    assert disagreement(DSDEStoppingPolicy(**arguments), constants, seed=seed) is None
+
+
+class UnweightedVariance(DSDEStoppingPolicy):
+    def _variance_ratio(self) -> torch.Tensor:
+        return signals.weighted_variance_ratio(self._rows.window, self.short_window, 1.0, self._rows.filled)
+
+
+class OldestWeighsMost(DSDEStoppingPolicy):
+    def _variance_ratio(self) -> torch.Tensor:
+        return signals.weighted_variance_ratio(self._rows.window.flip(1), self.short_window, self.decay)
+
+
+class NoVarianceRatio(DSDEStoppingPolicy):
+    def _variance_ratio(self) -> torch.Tensor:
+        return torch.ones_like(self._rows.last_mean)
+
+
+class LinearScalingFactor(DSDEStoppingPolicy):
+    def _scaling_factor(self) -> torch.Tensor:
+        return 2 * self._rows.last_mean
+
+
+class MeanOfTheWindow(DSDEStoppingPolicy):
+    def _scaling_factor(self) -> torch.Tensor:
+        return signals.scaling_factor(self._rows.window.mean(1))
+
+
+class CapBeforeRoundingUp(DSDEStoppingPolicy):
+    def draft_lengths(self) -> Any:
+        exact = self.predicted_lengths()
+        counted = self._rows.active & ~self.calibrating
+        cap = (exact * counted).sum() / counted.sum().clamp_min(1)
+        lengths = torch.minimum(exact, cap).ceil().long()
+        return torch.where(self.calibrating, self._rows.calibration_length, lengths)
+
+
+class CapCountsEveryRow(DSDEStoppingPolicy):
+    def _length_cap(self, lengths: torch.Tensor) -> torch.Tensor:
+        return lengths.float().mean().ceil().long()
+
+
+class CapCountsFinishedRows(DSDEStoppingPolicy):
+    def _length_cap(self, lengths: torch.Tensor) -> torch.Tensor:
+        counted = ~self.calibrating
+        return ((lengths * counted).sum() / counted.sum().clamp_min(1)).ceil().long()
+
+
+class CapBindsCalibration(DSDEStoppingPolicy):
+    def draft_lengths(self) -> Any:
+        lengths = super().draft_lengths()
+        return torch.minimum(lengths, self._length_cap(lengths)) if not self.calibrating.all() else lengths
+
+
+class EveryPosition(DSDEStoppingPolicy):
+    def _counted_positions(self, outcome: RoundOutcome) -> torch.Tensor:
+        return outcome.drafted * outcome.active
+
+
+class AlwaysDoubles(DSDEStoppingPolicy):
+    def _next_length(self, outcome: RoundOutcome) -> torch.Tensor:
+        return (2 * self._rows.calibration_length).clamp(self._floor, self._ceiling)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "case"),
+    [
+        (UnweightedVariance, "no-cap"),
+        (OldestWeighsMost, "no-cap"),
+        (NoVarianceRatio, "no-cap"),
+        (LinearScalingFactor, "no-cap"),
+        (MeanOfTheWindow, "no-cap"),
+        (CapBeforeRoundingUp, "paper"),
+        (CapCountsEveryRow, "paper"),
+        (CapCountsFinishedRows, "paper"),
+        (CapBindsCalibration, "paper"),
+        (EveryPosition, "first-rejection"),
+        (AlwaysDoubles, "paper"),
+    ],
+)
+def test_the_reference_catches_mutants(mutant: Callable[..., DSDEStoppingPolicy], case: str) -> None:
+    arguments, constants = CASES[case]
+    assert any(disagreement(mutant(**arguments), constants, seed=seed) for seed in range(4))
+
+
+def fill_window(policy: DSDEStoppingPolicy, window: list[float], accepted: int = 5) -> None:
+    """Feed one row its window in rounds of five."""
+    for start in range(0, len(window), 5):
+        policy.observe(outcome([5], [accepted if start == 0 else 0], [window[start : start + 5]]))
+
+
+@pytest.mark.parametrize(("decay", "ratio"), [(0.85, 0.953065117), (0.9, 0.941471498)])
+def test_worked_example(decay: float, ratio: float) -> None:
+    """Thirty KLDs in rounds of five, the last round's mean 0.178, and an SL_max of 10."""
+    policy = started(sl_max=10, decay=decay)
+    fill_window(policy, [0.05 + 0.02 * ((7 * i) % 11) for i in range(30)])
+    policy._rows.best_accepted.fill_(10)
+    assert policy._variance_ratio().item() == pytest.approx(ratio, rel=1e-5)
+    assert policy._scaling_factor().item() == pytest.approx(0.427607548, rel=1e-5)
+    if decay == 0.85:
+        assert policy.predicted_lengths().item() == pytest.approx(6.7396973, rel=1e-5)
+        assert policy.draft_lengths().tolist() == [7]
+
+
+class TestCalibration:
+    def test_starts_at_five_and_doubles_on_full_acceptance_only(self) -> None:
+        policy = started()
+        assert policy.draft_lengths().tolist() == [5]
+        policy.observe(outcome([5], [4], [[0.1] * 5]))
+        assert policy.draft_lengths().tolist() == [5]
+        policy.observe(outcome([5], [5], [[0.1] * 5]))
+        assert policy.draft_lengths().tolist() == [10]
+
+    def test_a_draft_cut_short_by_the_loop_does_not_double(self) -> None:
+        policy = started()
+        policy.observe(outcome([3], [3], [[0.1] * 3]))
+        assert policy.draft_lengths().tolist() == [5]
+
+    @pytest.mark.parametrize(("sl_max", "loop"), [(7, 32), (None, 7)])
+    def test_stays_under_both_ceilings(self, sl_max: int | None, loop: int) -> None:
+        policy = started(sl_max=sl_max, max_draft_length=loop)
+        policy.observe(outcome([5], [5], [[0.1] * 5]))
+        assert policy.draft_lengths().tolist() == [7]
+
+    def test_lasts_until_the_window_is_full(self) -> None:
+        policy = started()
+        for _ in range(5):
+            policy.observe(outcome([5], [2], [[0.1, 0.2, 0.1, 0.3, 0.2]]))
+            assert policy.calibrating.tolist() == [True]
+        policy.observe(outcome([5], [2], [[0.1, 0.2, 0.1, 0.3, 0.2]]))
+        assert policy.calibrating.tolist() == [False]
+
+    def test_its_bounds_stay_fixed_afterwards(self) -> None:
+        policy = started()
+        fill_window(policy, [0.1, 0.2, 0.1, 0.3, 0.2] * 6)
+        before = policy._bounds()
+        policy.observe(outcome([5], [5], [[3.0] * 5]))
+        torch.testing.assert_close(policy._bounds(), before)
+
+    def test_sl_max_follows_equation_1(self) -> None:
+        policy = started()
+        fill_window(policy, [0.1, 0.2, 0.1, 0.3, 0.2] * 6, accepted=5)
+        assert policy._bounds()[1].item() == pytest.approx(5 * (1 + 0.18 / 0.3))
+
+    def test_reference_halves_the_coefficient_and_rounds(self) -> None:
+        policy = started(variant="reference", sl_min=2)
+        fill_window(policy, [0.1, 0.2, 0.1, 0.3, 0.2] * 6, accepted=5)
+        assert policy._bounds()[1].item() == round(5 * (1 + 0.5 * 0.18 / 0.3)) == 6
+
+    def test_reference_lifts_a_short_start_to_its_minimum(self) -> None:
+        policy = started(variant="reference")
+        assert policy.draft_lengths().tolist() == [5]
+        policy.observe(outcome([5], [0], [[0.1] * 5]))
+        assert policy.draft_lengths().tolist() == [6]
+
+
+class TestAfterCalibration:
+    def test_models_that_agree_draft_the_longest(self) -> None:
+        policy = started(sl_max=8)
+        fill_window(policy, [0.0] * 30)
+        policy._rows.best_accepted.fill_(12)
+        assert policy.draft_lengths().tolist() == [8]
+
+    def test_models_far_apart_draft_sl_min(self) -> None:
+        policy = started()
+        fill_window(policy, [1.5, 2.5, 1.0, 4.0, 2.0] * 6)
+        assert policy.draft_lengths().tolist() == [2]
+
+    def test_reference_calls_a_flat_window_unstable(self) -> None:
+        flat = [0.1] * 30
+        paper, public = started(sl_max=20), started(variant="reference")
+        for policy in (paper, public):
+            fill_window(policy, flat)
+            policy._rows.best_accepted.fill_(16)
+        assert public.draft_lengths().tolist() == [6]
+        assert paper.draft_lengths().tolist() == [math.ceil((1 - math.expm1(0.2)) * 18 + 2)]
+
+    def test_temperature_divides_the_mean(self) -> None:
+        policy = started(temperature_scaling=0.5)
+        fill_window(policy, [0.1, 0.2, 0.1, 0.3, 0.2] * 6)
+        assert policy._scaling_factor().item() == pytest.approx(math.expm1(2 * 0.18 / 0.5), rel=1e-5)
+
+    def test_nonsense_divergence_reads_as_the_worst(self) -> None:
+        policy = started()
+        fill_window(policy, [0.1, 0.2, 0.1, 0.3, 0.2] * 6)
+        policy.observe(
+            RoundOutcome(
+                torch.tensor([2]), torch.tensor([0]), torch.tensor([True]), kld=torch.tensor([[math.nan, math.inf]])
+            )
+        )
+        assert policy.draft_lengths().tolist() == [2]
+        assert policy._rows.window.isfinite().all()
+
+    def test_length_never_exceeds_what_the_loop_allows(self) -> None:
+        policy = started(max_draft_length=1)
+        assert policy.draft_lengths().tolist() == [1]
+        fill_window(policy, [0.0] * 30)
+        assert policy.draft_lengths().tolist() == [1]
+
+
+class TestCap:
+    def policy(self, rows: list[tuple[float, bool]]) -> DSDEStoppingPolicy:
+        """Rows whose uncapped length is known: KLD 0 gives SL_max 10, KLD 3 gives SL_min 2; False: in calibration."""
+        policy = started(rows=len(rows), sl_max=10)
+        state = policy._rows
+        for index, (kld, calibrated) in enumerate(rows):
+            state.window[index] = kld
+            state.last_mean[index] = kld
+            state.filled[index] = 30 if calibrated else 5
+            state.best_accepted[index] = 10
+        return policy
+
+    def test_is_the_mean_rounded_up(self) -> None:
+        policy = self.policy([(0.0, True), (3.0, True), (3.0, True)])
+        assert policy.draft_lengths().tolist() == [5, 2, 2]
+
+    def test_off_leaves_lengths_alone(self) -> None:
+        policy = self.policy([(0.0, True), (3.0, True)])
+        policy.cap = False
+        assert policy.draft_lengths().tolist() == [10, 2]
+
+    def test_neither_counts_nor_bounds_rows_in_calibration(self) -> None:
+        policy = self.policy([(0.0, True), (3.0, True), (0.0, False)])
+        assert policy.draft_lengths().tolist() == [6, 2, 5]
+        policy._rows.calibration_length.fill_(10)
+        assert policy.draft_lengths().tolist() == [6, 2, 10]
+
+    def test_does_not_count_finished_rows(self) -> None:
+        policy = self.policy([(0.0, True), (3.0, True)])
+        policy._rows.active[1] = False
+        assert policy.draft_lengths()[0].item() == 10
+
+    def test_a_single_row_is_its_own_cap(self) -> None:
+        assert self.policy([(0.0, True)]).draft_lengths().tolist() == [10]
+
+
+def test_signal_is_required() -> None:
+    assert DSDEStoppingPolicy.requires == {Signal.KLD}
+    with pytest.raises(ValueError, match=r"outcome\.kld=None"):
+        started().observe(RoundOutcome(torch.tensor([0]), torch.tensor([0]), torch.tensor([True])))
+
+
+def test_window_keeps_the_newest_in_order() -> None:
+    policy = started(rows=2)
+    policy.observe(outcome([2, 3], [0, 0], [[0.1, 0.2], [0.3, 0.4, 0.5]]))
+    policy.observe(outcome([1, 0], [0, 0], [[0.6], []]))
+    assert policy._rows.window[0, -3:].tolist() == pytest.approx([0.1, 0.2, 0.6])
+    assert policy._rows.window[1, -3:].tolist() == pytest.approx([0.3, 0.4, 0.5])
+    assert policy._rows.filled.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "fragments"),
+    [
+        ({"sl_max": 1}, ValueError, ["`sl_max` is 1", "at least 2", "smaller `sl_min`"]),
+        ({"sl_max": 4, "variant": "reference"}, ValueError, ["`sl_max` is 4", "at least 6", "'reference'"]),
+        ({"sl_max": 8.0}, TypeError, ["`sl_max` is 8.0", "integer"]),
+        ({"sl_min": 0}, ValueError, ["`sl_min` is 0", "at least 1", "never draft again"]),
+        ({"sl_min": True}, TypeError, ["`sl_min` is True"]),
+        ({"variant": "papers"}, ValueError, ["`variant` is 'papers'", "'paper', 'reference'"]),
+        ({"decay": 0.0}, ValueError, ["`decay` is 0.0", "greater than 0 and at most 1"]),
+        ({"decay": math.nan}, ValueError, ["`decay` is nan"]),
+        ({"short_window": 31}, ValueError, ["`short_window` is 31", "from 1 to 30", "`long_window` is 30"]),
+        ({"long_window": 1}, ValueError, ["`long_window` is 1", "at least 2"]),
+        ({"initial_length": 0}, ValueError, ["`initial_length` is 0", "at least 1"]),
+        ({"cap": 1}, TypeError, ["`cap` is 1", "True or False"]),
+        ({"kld_positions": "accepted"}, ValueError, ["`kld_positions` is 'accepted'", "'to_first_rejection'"]),
+        ({"temperature_scaling": -1.0}, ValueError, ["`temperature_scaling` is -1.0"]),
+        ({"sl_min_fraction": 1.5}, ValueError, ["`sl_min_fraction` is 1.5", "at most 1"]),
+        ({"flat_variance": 0.0}, ValueError, ["`flat_variance` is 0.0", "greater than 0"]),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], fragments: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        DSDEStoppingPolicy(**arguments)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_use_before_start_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"before `start\(batch\)`"):
+        DSDEStoppingPolicy().draft_lengths()

@@ -1,0 +1,200 @@
+"""The signals against plain Python in float64, at their edges, and as properties."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_dsde import signals
+
+sys.path.insert(0, str(Path(__file__).parent / "policies"))
+
+import reference_dsde as reference
+
+INFINITY = math.inf
+logits_lists = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=12)
+kld_lists = st.lists(st.floats(0, 18, width=32), min_size=1, max_size=40)
+
+
+def worked_window() -> torch.Tensor:
+    """Thirty KLDs between 0.05 and 0.25 in a fixed scramble, newest last."""
+    return torch.tensor([[0.05 + 0.02 * ((7 * i) % 11) for i in range(30)]], dtype=torch.float64)
+
+
+def paired_logits(vocabulary: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    target = 4 * torch.randn(count, vocabulary, generator=generator)
+    return target, target + 2 * torch.randn(count, vocabulary, generator=generator)
+
+
+class TestTokenProbability:
+    def test_is_the_softmax_at_the_token(self) -> None:
+        scores, _ = paired_logits(50, 6, seed=0)
+        tokens = torch.tensor([0, 49, 3, 3, 17, 8])
+        expected = [reference.softmax(row)[t] for row, t in zip(scores.tolist(), tokens.tolist(), strict=True)]
+        assert signals.token_probability(scores, tokens).tolist() == pytest.approx(expected, rel=1e-5)
+
+    def test_filtered_scores_renormalise_over_what_is_left(self) -> None:
+        scores = torch.tensor([[0.0, 0.0, -INFINITY]])
+        assert signals.token_probability(scores, torch.tensor([1])).item() == pytest.approx(0.5)
+        assert signals.token_probability(scores, torch.tensor([2])).item() == 0.0
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    def test_keeps_leading_shape_and_answers_in_float32(self, dtype: torch.dtype) -> None:
+        scores = torch.zeros(2, 3, 4, dtype=dtype)
+        probability = signals.token_probability(scores, torch.zeros(2, 3, dtype=torch.int64))
+        assert probability.shape == (2, 3)
+        assert probability.dtype == torch.float32
+
+
+class TestEntropy:
+    def test_agrees_with_float64(self) -> None:
+        logits, _ = paired_logits(200, 8, seed=1)
+        expected = [reference.entropy(row) for row in logits.tolist()]
+        assert signals.entropy(logits).tolist() == pytest.approx(expected, rel=1e-5)
+
+    def test_uniform_is_log_of_the_support(self) -> None:
+        logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, -INFINITY]])
+        assert signals.entropy(logits).item() == pytest.approx(math.log(4))
+
+    def test_one_hot_is_zero(self) -> None:
+        assert signals.entropy(torch.tensor([[0.0, -INFINITY, -INFINITY]])).item() == 0.0
+
+    def test_half_precision_logits_are_summed_in_float32(self) -> None:
+        logits = torch.zeros(1, 100_000, dtype=torch.bfloat16)
+        entropy = signals.entropy(logits)
+        assert entropy.dtype == torch.float32
+        assert entropy.item() == pytest.approx(math.log(100_000), rel=1e-4)
+
+
+class TestKLDivergence:
+    def test_agrees_with_float64(self) -> None:
+        target, draft = paired_logits(300, 20, seed=2)
+        expected = [reference.kl_divergence(p, q) for p, q in zip(target.tolist(), draft.tolist(), strict=True)]
+        assert signals.kl_divergence(target, draft).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+    def test_the_other_direction_is_another_number(self) -> None:
+        target, draft = paired_logits(300, 20, seed=2)
+        swapped = signals.kl_divergence(draft, target)
+        assert not torch.allclose(swapped, signals.kl_divergence(target, draft), rtol=0.05)
+
+    def test_identical_distributions_are_at_zero(self) -> None:
+        target, _ = paired_logits(50_000, 2, seed=3)
+        assert signals.kl_divergence(target, target).abs().max().item() < 1e-6
+
+    def test_a_shift_of_all_logits_changes_nothing(self) -> None:
+        target, draft = paired_logits(100, 4, seed=4)
+        torch.testing.assert_close(
+            signals.kl_divergence(target, draft), signals.kl_divergence(target + 7, draft - 3), rtol=1e-4, atol=1e-5
+        )
+
+    def test_tokens_that_only_the_target_knows_cost_the_floor(self) -> None:
+        target = torch.tensor([[0.0, 0.0]])
+        draft = torch.tensor([[0.0, -INFINITY]])
+        expected = 0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-8)
+        assert signals.kl_divergence(target, draft).item() == pytest.approx(expected, rel=1e-5)
+
+    def test_tokens_that_the_target_excludes_cost_nothing(self) -> None:
+        target = torch.tensor([[0.0, 0.0, -INFINITY, -INFINITY]])
+        draft = torch.tensor([[0.0, 0.0, 0.0, -INFINITY]])
+        expected = math.log(0.5) - math.log(1 / 3)
+        assert signals.kl_divergence(target, draft).item() == pytest.approx(expected, rel=1e-5)
+
+    def test_floor_is_the_callers(self) -> None:
+        target = torch.tensor([[0.0, -INFINITY]])
+        draft = torch.tensor([[-INFINITY, 0.0]])
+        assert signals.kl_divergence(target, draft, floor=1e-3).item() == pytest.approx(-math.log(1e-3), rel=1e-5)
+
+    def test_keeps_leading_shape_and_answers_in_float32(self) -> None:
+        logits = torch.randn(2, 3, 5, dtype=torch.bfloat16)
+        kld = signals.kl_divergence(logits, logits)
+        assert kld.shape == (2, 3)
+        assert kld.dtype == torch.float32
+
+    @given(logits_lists, st.data())
+    @settings(deadline=None, max_examples=60)
+    def test_is_never_negative(self, target: list[float], data: st.DataObject) -> None:
+        draft = data.draw(st.lists(st.floats(-30, 30, width=32), min_size=len(target), max_size=len(target)))
+        kld = signals.kl_divergence(torch.tensor([target]), torch.tensor([draft])).item()
+        assert kld >= 0
+        assert kld == pytest.approx(max(reference.kl_divergence(target, draft), 0), rel=1e-4, abs=1e-5)
+
+
+class TestWeightedVariance:
+    def test_worked_value(self) -> None:
+        window = worked_window()
+        assert signals.weighted_variance(window[:, -10:], 0.85).item() == pytest.approx(0.00340494543, rel=1e-5)
+        assert signals.weighted_variance(window, 0.85).item() == pytest.approx(0.00357262622, rel=1e-5)
+
+    def test_weights_matter_and_the_newest_weighs_most(self) -> None:
+        window = worked_window()
+        by_hand = reference.weighted_variance(window[0].tolist(), 0.85)
+        assert signals.weighted_variance(window, 0.85).item() == pytest.approx(by_hand, rel=1e-5)
+        assert signals.weighted_variance(window, 1.0).item() != pytest.approx(by_hand, rel=1e-2)
+        assert signals.weighted_variance(window.flip(1), 0.85).item() != pytest.approx(by_hand, rel=1e-2)
+
+    @given(kld_lists, st.floats(0.5, 1.0))
+    @settings(deadline=None, max_examples=80)
+    def test_agrees_with_float64(self, values: list[float], decay: float) -> None:
+        variance = signals.weighted_variance(torch.tensor([values]), decay).item()
+        assert variance == pytest.approx(reference.weighted_variance(values, decay), rel=1e-4, abs=1e-9)
+
+    @given(kld_lists, st.integers(0, 5))
+    @settings(deadline=None, max_examples=60)
+    def test_entries_outside_the_count_are_invisible(self, values: list[float], junk: int) -> None:
+        padded = torch.tensor([[math.nan] * junk + values])
+        counted = signals.weighted_variance(padded, 0.85, torch.tensor([len(values)]))
+        torch.testing.assert_close(counted, signals.weighted_variance(torch.tensor([values]), 0.85))
+
+    def test_no_entries_have_no_variance(self) -> None:
+        assert signals.weighted_variance(torch.ones(2, 4), 0.9, torch.tensor([0, 1])).tolist() == [0.0, 0.0]
+
+
+class TestWeightedVarianceRatio:
+    @pytest.mark.parametrize(("decay", "expected"), [(0.85, 0.953065117), (0.9, 0.941471498)])
+    def test_worked_value(self, decay: float, expected: float) -> None:
+        assert signals.weighted_variance_ratio(worked_window(), 10, decay).item() == pytest.approx(expected, rel=1e-5)
+
+    def test_one_entry_says_nothing(self) -> None:
+        window = torch.tensor([[0.0, 0.0, 0.3], [0.0, 0.1, 0.3]])
+        ratio = signals.weighted_variance_ratio(window, 2, 0.85, torch.tensor([1, 2]))
+        assert ratio[0].item() == 0.0
+        assert ratio[1].item() == pytest.approx(1.0)
+
+    def test_flat_window_has_the_ratio_that_the_caller_names(self) -> None:
+        window = torch.full((1, 30), 0.4)
+        assert signals.weighted_variance_ratio(window, 10, 0.85).item() == 1.0
+        assert signals.weighted_variance_ratio(window, 10, 0.9, flat_variance=1e-6, flat_ratio=20.0).item() == 20.0
+
+    @given(st.lists(st.floats(0, 18, width=32), min_size=2, max_size=30), st.integers(1, 12), st.floats(0.6, 1.0))
+    @settings(deadline=None, max_examples=100)
+    def test_agrees_with_float64(self, values: list[float], short: int, decay: float) -> None:
+        window = torch.zeros(1, 30)
+        window[0, 30 - len(values) :] = torch.tensor(values)
+        ratio = signals.weighted_variance_ratio(
+            window, short, decay, torch.tensor([len(values)]), flat_variance=1e-6, flat_ratio=20.0
+        )
+        if abs(reference.weighted_variance(values, decay) - 1e-6) > 1e-9:
+            expected = reference.weighted_variance_ratio(values, short, decay, 1e-6, 20.0)
+            assert ratio.item() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_scaling_factor_worked_value() -> None:
+    assert signals.scaling_factor(torch.tensor([0.178])).item() == pytest.approx(0.427607548, rel=1e-6)
+
+
+def test_scaling_factor_is_zero_without_divergence() -> None:
+    assert signals.scaling_factor(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_acceptance_probability_is_one_minus_total_variation() -> None:
+    target, draft = (torch.softmax(x, -1) for x in paired_logits(20, 5, seed=5))
+    expected = 1 - 0.5 * (target - draft).abs().sum(-1)
+    torch.testing.assert_close(signals.acceptance_probability(target, draft), expected)
+    assert signals.acceptance_probability(target, target).tolist() == pytest.approx([1.0] * 5)
