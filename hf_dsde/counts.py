@@ -73,8 +73,8 @@ class SpeculationCounts:
         rounds: Counts of each round, in order.
         drafted_by_position: For each position of a block, how many draft tokens inside the texts stood there.
         accepted_by_position: How many of those were accepted.
-        plain_steps: Steps that plain decoding of the same texts takes, that is the length of the longest output;
-            summed over the calls when merged.
+        plain_steps: Steps that plain decoding of the same texts takes, that is the length of the longest
+            output; summed over the calls when merged.
         prefill_seconds: Seconds spent on the prompts, in both models.
     """
 
@@ -191,8 +191,8 @@ def settle(entry: RecordedRound, row: int, left: list[int]) -> RowCounts:
     drafted, accepted = entry.drafted[row], entry.accepted[row]
     emitted = min(entry.emitted[row], left[row])
     left[row] -= emitted
-    # A text that ends before the bonus token leaves draft tokens behind which nobody judged: to call them rejected
-    # would bias the acceptance rate, to call them accepted would count tokens that are in no output.
+    # A text that ends before the bonus token leaves draft tokens behind which nobody judged: to call them
+    # rejected would bias the acceptance rate, to call them accepted would count tokens that are in no output.
     ends_inside_block = left[row] == 0 and emitted <= accepted
     inside = min(drafted, emitted) if ends_inside_block else drafted
     return RowCounts(1, inside, drafted - inside, min(accepted, emitted), emitted)

@@ -6,9 +6,10 @@ Nothing is computed here that is not a property of the objects shown.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from html import escape
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -59,7 +60,10 @@ def numbers(statistics: SpeculationStatistics) -> list[tuple[str, str]]:
         ("tokens per second", _number(statistics.tokens_per_second, ".1f")),
         ("block efficiency", _number(statistics.block_efficiency, ".2f")),
         ("acceptance rate", _number(statistics.acceptance_rate, ".1%")),
-        ("drafted", f"{statistics.drafted + statistics.past_end}, wasted {_number(statistics.draft_waste, '.1%')}"),
+        (
+            "drafted",
+            f"{statistics.drafted + statistics.past_end}, wasted {_number(statistics.draft_waste, '.1%')}",
+        ),
         ("draft steps", str(statistics.draft_steps)),
         ("padding columns", _number(statistics.padding / columns if columns else math.nan, ".1%")),
         ("idle columns", _number(statistics.idle / columns if columns else math.nan, ".1%")),
@@ -91,9 +95,7 @@ def divergence_table(comparison: BatchComparison) -> RenderableType:
     """A comparison for a rich console: the counts, and one line for each row that is not equal."""
     counts = ", ".join(f"{comparison.count(verdict)} {verdict.value}" for verdict in Verdict)
     dtype = str(comparison.dtype).removeprefix("torch.")
-    headline = Text(
-        f"{len(comparison.rows)} rows: {counts} ({dtype}, tolerance {comparison.tolerance_ulps:g} ulps)"
-    )
+    headline = Text(f"{len(comparison.rows)} rows: {counts} ({dtype}, tolerance {comparison.tolerance_ulps:g} ulps)")
     diverged = [row for row in comparison.rows if row.verdict is not Verdict.EQUAL]
     if not diverged:
         return headline
@@ -128,7 +130,7 @@ def _bars_table(title: str, first_column: str, bars: list[tuple[str, float, str]
     table.add_column("share", width=_BAR_WIDTH, no_wrap=True)
     table.add_column("value", justify="right")
     for name, share, value in bars:
-        table.add_row(Text(name), Text(_bar(share)), Text(value))
+        table.add_row(Text(name), _Bar(share), Text(value))
     return table
 
 
@@ -137,10 +139,20 @@ def _html_table(title: str, rows: list[list[str]]) -> str:
     return f"<table><caption>{escape(title)}</caption><tbody>{body}</tbody></table>"
 
 
-def _bar(share: float) -> str:
-    """A bar of full blocks and light shades, so that its whole length shows without colour too."""
+@dataclass(frozen=True)
+class _Bar:
+    """A bar for a rich console, drawn with what the console's encoding has."""
+
+    share: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(_bar(self.share, "#", ".") if options.ascii_only else _bar(self.share))
+
+
+def _bar(share: float, full: str = "\u2588", empty: str = "\u2591") -> str:
+    """A bar whose whole length shows, so that it can be read without colour and without a frame."""
     filled = 0 if math.isnan(share) else round(min(max(share, 0.0), 1.0) * _BAR_WIDTH)
-    return "\u2588" * filled + "\u2591" * (_BAR_WIDTH - filled)
+    return full * filled + empty * (_BAR_WIDTH - filled)
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -1,8 +1,9 @@
 """What a call of `generate` did: counts first, ratios derived from them once.
 
-The recorder takes one entry per round, as plain host numbers, and knows nothing of tensors or models. Texts can be
-cut after their rounds were recorded (a user's stopping criterion), so rows are settled only in `finish`: tokens are
-counted up to the end of each text and not beyond, while work (passes, columns, seconds) is counted as it was done.
+The recorder takes one entry per round, as plain host numbers, and knows nothing of tensors or models. Texts
+can be cut after their rounds were recorded (a user's stopping criterion), so rows are settled only in
+`finish`: tokens are counted up to the end of each text and not beyond, while work (passes, columns, seconds)
+is counted as it was done.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class SpeculationWarning(UserWarning):
 class SpeculationStatistics(SpeculationCounts):
     """The counts of one call of `generate`, or of several that were merged, with the ratios that follow from them.
 
-    A ratio whose denominator is zero is `nan` (None in `to_dict`, since JSON has no nan). What could not be measured
-    is None.
+    A ratio whose denominator is zero is `nan` (None in `to_dict`, since JSON has no nan). What could not be
+    measured is None.
     """
 
     @property
@@ -56,9 +57,7 @@ class SpeculationStatistics(SpeculationCounts):
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
         """Acceptance rate of each position of a block; not conditional on the position before."""
-        return tuple(
-            _ratio(a, d) for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True)
-        )
+        return tuple(_ratio(a, d) for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True))
 
     @property
     def block_efficiency(self) -> float:
@@ -91,9 +90,9 @@ class SpeculationStatistics(SpeculationCounts):
     def round_seconds(self) -> float:
         """Seconds of a mean round in the steady state; nan without rounds.
 
-        Each phase is charged its median over the rounds of the same shape (drafting by its steps, verifying by its
-        width), so that a one-time cost in a few rounds, such as capturing a graph, does not pass for the price of
-        speculation.
+        Each phase is charged its median over the rounds of the same shape (drafting by its steps, verifying
+        by its width), so that a one-time cost in a few rounds, such as capturing a graph, does not pass for
+        the price of speculation.
         """
         steady = (
             _steady_total((r.draft_steps, r.draft_seconds) for r in self.rounds)
@@ -108,11 +107,12 @@ class SpeculationStatistics(SpeculationCounts):
 
             plain_steps * plain_step_seconds / (number of rounds * round_seconds)
 
-        Plain decoding extends every row by one token per step, so it needs as many steps as the longest output has
-        tokens; the rounds are what this call needed for the same texts. Counting both to the end of the longest row,
-        instead of averaging tokens per row and round, keeps rows that finish early and wait from passing for speed.
-        A finished row keeps its place in the batch, so a plain step costs the same whichever rows are active.
-        Prefill is left out, and plain decoding is this package's own, not the stock loop.
+        Plain decoding extends every row by one token per step, so it needs as many steps as the longest
+        output has tokens; the rounds are what this call needed for the same texts. Counting both to the end
+        of the longest row, instead of averaging tokens per row and round, keeps rows that finish early and
+        wait from passing for speed. A finished row keeps its place in the batch, so a plain step costs the
+        same whichever rows are active. Prefill is left out, and plain decoding is this package's own, not the
+        stock loop.
 
         None when no plain round was measured, or when nobody ever drafted.
         """
@@ -171,8 +171,8 @@ class SpeculationStatistics(SpeculationCounts):
     def merge(cls, parts: Sequence[SpeculationStatistics]) -> SpeculationStatistics:
         """Several calls as one, as after a data set went through in batches: rows and rounds follow each other.
 
-        The price of a plain step is then the median over all calls, so calls of very different batch sizes are
-        better kept apart.
+        The price of a plain step is then the median over all calls, so calls of very different batch sizes
+        are better kept apart.
 
         Raises:
             ValueError: If `parts` is empty or holds more than one policy.
@@ -266,7 +266,8 @@ class StatisticsRecorder:
         """Settle every row at the end of its text and sum up.
 
         Args:
-            output_lengths: Generated tokens of each row that are part of the output, at most what was emitted.
+            output_lengths: Generated tokens of each row that are part of the output, at most what was
+                emitted.
 
         Raises:
             ValueError: If `output_lengths` has not one entry per row.
@@ -296,7 +297,17 @@ class StatisticsRecorder:
         )
 
 
-_COUNTS = ("emitted", "drafted", "past_end", "accepted", "row_rounds", "draft_steps", "padding", "idle", "plain_steps")
+_COUNTS = (
+    "emitted",
+    "drafted",
+    "past_end",
+    "accepted",
+    "row_rounds",
+    "draft_steps",
+    "padding",
+    "idle",
+    "plain_steps",
+)
 _PHASES = ("draft", "verify", "bookkeeping", "prefill", "total")
 _RATIOS = (
     "acceptance_rate",

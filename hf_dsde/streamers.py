@@ -1,7 +1,7 @@
 """Streaming a batch: every row grows at its own pace, so tokens come with the row they belong to.
 
-`generate` puts the prompts, the loop puts each row's new tokens and says when a row has ended, and `end` closes all.
-The stock loops, which put one token per row and step, work as well, so one streamer serves both.
+`generate` puts the prompts, the loop puts each row's new tokens and says when a row has ended, and `end`
+closes all. The stock loops, which put one token per row and step, work as well, so one streamer serves both.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
-
 
 _LONGEST_WORD = 32
 """Characters after which text is shown although no word has ended, as in Thai or in a long number."""
@@ -31,8 +30,8 @@ _LONGEST_WORD = 32
 class BatchStreamer(BaseStreamer, ABC):
     """Receives the tokens of a batch, row by row.
 
-    In a call come, in this order: `begin` with the prompts, any number of `put_tokens` and for each row one `end_row`
-    in whatever order rows advance, then `end`. Rows that were not ended by then are ended by `end`.
+    In a call come, in this order: `begin` with the prompts, any number of `put_tokens` and for each row one
+    `end_row` in whatever order rows advance, then `end`. Rows that were not ended by then are ended by `end`.
     """
 
     def __init__(self) -> None:
@@ -46,32 +45,33 @@ class BatchStreamer(BaseStreamer, ABC):
         """Take what `generate` itself hands over; the decoding loop of this package uses `put_tokens` instead.
 
         Args:
-            value: First the prompts, shape `[rows, prompt]`, int64. Later, from stock loops only, the next tokens,
-                shape `[rows]`, or `[1, n]` in a batch of one.
+            value: First the prompts, shape `[rows, prompt]`, int64. Later, from stock loops only, the next
+                tokens, shape `[rows]`, or `[1, n]` in a batch of one.
         """
         if value.ndim == 2 and (value.shape[0] > 1 or not self._started):
             self.reset()
             self._started = True
-            self.begin(value.long())  # type: ignore[arg-type]
+            self.begin(value.long())
             return
         if not self._started:
             raise ValueError(
                 f"`value` has shape {list(value.shape)} before any prompt was put; need the prompts, "
                 f"[rows, prompt]. Pass the streamer to `generate`, which puts them."
             )
-        self.put_step(value.reshape(-1, value.shape[-1] if value.ndim == 2 else 1).long())  # type: ignore[arg-type]
+        tokens = value.long() if value.ndim == 2 else value.long()[:, None]
+        self.put_step(tokens)
 
-    def put_step(self, tokens: LongTensor) -> None:
+    def put_step(self, tokens: Tensor) -> None:
         """Take the same number of new tokens for every row, shape `[rows, n]`, int64: what stock loops produce."""
         for row, row_tokens in enumerate(tokens):
-            self.put_tokens(row, row_tokens)  # type: ignore[arg-type]
+            self.put_tokens(row, row_tokens)
 
     @abstractmethod
-    def begin(self, prompt_ids: LongTensor) -> None:
+    def begin(self, prompt_ids: Tensor) -> None:
         """Take the prompts of a new batch, shape `[rows, prompt]`, int64, padding included."""
 
     @abstractmethod
-    def put_tokens(self, row: int, tokens: LongTensor) -> None:
+    def put_tokens(self, row: int, tokens: Tensor) -> None:
         """Take the next tokens of one row, shape `[n]`, int64, on any device."""
 
     @abstractmethod
@@ -86,12 +86,12 @@ class BatchStreamer(BaseStreamer, ABC):
 class BatchTextStreamer(BatchStreamer):
     """Decodes each row as its tokens come and hands on text as soon as words are complete.
 
-    The texts of a row, put together, are what decoding all its tokens at once gives, as long as the tokenizer's
-    decoding of a text does not depend on what follows it (true of byte-level and sentencepiece tokenizers without
-    `clean_up_tokenization_spaces`). Characters of several bytes are never torn.
+    The texts of a row, put together, are what decoding all its tokens at once gives, as long as the
+    tokenizer's decoding of a text does not depend on what follows it (true of byte-level and sentencepiece
+    tokenizers without `clean_up_tokenization_spaces`). Characters of several bytes are never torn.
 
-    By default rows are shown live in a terminal, and printed line by line, with the row's number, elsewhere. Override
-    `on_text` to do something else with them.
+    By default rows are shown live in a terminal, and printed line by line, with the row's number, elsewhere.
+    Override `on_text` to do something else with them.
 
     Args:
         tokenizer: Decodes the tokens.
@@ -99,9 +99,7 @@ class BatchTextStreamer(BatchStreamer):
         decode_kwargs: Passed to `tokenizer.decode`, for example `skip_special_tokens=True`.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, skip_prompt: bool = True, **decode_kwargs: Any
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_prompt: bool = True, **decode_kwargs: Any) -> None:
         self.tokenizer = tokenizer
         self.skip_prompt = skip_prompt
         self.decode_kwargs = decode_kwargs
@@ -126,7 +124,7 @@ class BatchTextStreamer(BatchStreamer):
             self._display = _LiveDisplay(len(self._rows)) if sys.stdout.isatty() else _LineDisplay(len(self._rows))
         self._display.show(row, text, end)
 
-    def begin(self, prompt_ids: LongTensor) -> None:
+    def begin(self, prompt_ids: Tensor) -> None:
         """Take the prompts of a new batch, shape `[rows, prompt]`, int64, padding included."""
         self._rows = [_RowText(self.tokenizer, self.decode_kwargs) for _ in range(prompt_ids.shape[0])]
         if self.skip_prompt:
@@ -136,16 +134,16 @@ class BatchTextStreamer(BatchStreamer):
             start = next((i for i, token in enumerate(tokens) if token != padding), len(tokens))
             self._hand_over(row, self._rows[row].add(tokens[start:]))
 
-    def put_step(self, tokens: LongTensor) -> None:
+    def put_step(self, tokens: Tensor) -> None:
         """Take the same number of new tokens for every row, shape `[rows, n]`; rows end with the tokenizer's EOS."""
         for row, row_tokens in enumerate(tokens.tolist()):
             if self._rows[row].ended:
                 continue
-            self.put_tokens(row, torch.tensor(row_tokens))  # type: ignore[arg-type]
+            self.put_tokens(row, torch.tensor(row_tokens))
             if self.tokenizer.eos_token_id in row_tokens:
                 self.end_row(row)
 
-    def put_tokens(self, row: int, tokens: LongTensor) -> None:
+    def put_tokens(self, row: int, tokens: Tensor) -> None:
         """Take the next tokens of one row, shape `[n]`, int64, on any device."""
         state = self._row(row)
         if state.ended:
@@ -189,8 +187,8 @@ class BatchIteratorStreamer(BatchTextStreamer):
         for row, text in streamer:
             ...
 
-    Iteration stops when the batch has ended. If `generate` raises, it never does: give a `timeout`, or call `end`
-    from the thread that caught the error.
+    Iteration stops when the batch has ended. If `generate` raises, it never does: give a `timeout`, or call
+    `end` from the thread that caught the error.
 
     Args:
         tokenizer: Decodes the tokens.
@@ -210,7 +208,7 @@ class BatchIteratorStreamer(BatchTextStreamer):
         self._queue: queue.Queue[tuple[int, str] | None] = queue.Queue()
         super().__init__(tokenizer, skip_prompt, **decode_kwargs)
 
-    def on_text(self, row: int, text: str, end: bool) -> None:
+    def on_text(self, row: int, text: str, end: bool) -> None:  # noqa: ARG002 - the end of a row queues nothing
         """Queue the text; rows that end without further text queue nothing."""
         if text:
             self._queue.put((row, text))
@@ -238,8 +236,9 @@ class BatchIteratorStreamer(BatchTextStreamer):
 class _RowText:
     """Turns the tokens of one row into text that will not change any more.
 
-    Only a window of recent tokens is decoded, so that a long row does not cost the square of its length. The window
-    always keeps some tokens already shown, because tokenizers treat the first token of a text differently.
+    Only a window of recent tokens is decoded, so that a long row does not cost the square of its length. The
+    window always keeps some tokens already shown, because tokenizers treat the first token of a text
+    differently.
     """
 
     _LONGEST_WINDOW = 96
@@ -272,7 +271,8 @@ class _RowText:
         recent = self._window[-self._KEPT_TOKENS :]
         tail = self._decode(recent)
         shown = self._shown - (len(text) - len(tail))
-        # No suffix where the cut tears a character, nothing shown where words are long: the next call cuts elsewhere.
+        # No suffix where the cut tears a character, nothing shown where words are long: the next call cuts
+        # elsewhere.
         if shown > 0 and text.endswith(tail):
             self._window, self._shown = recent, shown
 
@@ -284,8 +284,8 @@ def _final_length(text: str) -> int:
     """How many leading characters of a text no further token can change or continue.
 
     That is up to the last white space, or up to the end after a character of a script that is written without
-    spaces, or inside something longer than words are. Replacement characters at the end are the first bytes of a
-    character whose other bytes are to come.
+    spaces, or inside something longer than words are. Replacement characters at the end are the first bytes
+    of a character whose other bytes are to come.
     """
     complete = len(text.rstrip("\ufffd"))
     for length in range(complete, max(0, complete - _LONGEST_WORD), -1):
@@ -303,17 +303,20 @@ class _LineDisplay:
 
     def show(self, row: int, text: str, end: bool) -> None:
         if len(self._pending) == 1:
-            print(text, end="\n" if end else "", flush=True)
+            self._write(text + ("\n" if end else ""))
             return
         *lines, rest = (self._pending[row] + text).split("\n")
         if end:
             lines, rest = ([*lines, rest] if rest else lines), ""
         self._pending[row] = rest
-        for line in lines:
-            print(f"[{row}] {line}", flush=True)
+        self._write("".join(f"[{row}] {line}\n" for line in lines))
 
     def close(self) -> None:
         self._pending = []
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 class _LiveDisplay:
@@ -331,7 +334,8 @@ class _LiveDisplay:
         self._live.console.show_cursor(True)
 
     def show(self, row: int, text: str, end: bool) -> None:
-        self._texts[row] += text
+        # A model may write escape sequences, which would move the cursor under the table.
+        self._texts[row] += "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
         self._ended[row] |= end
         now = time.monotonic()
         if now - self._drawn_at >= self._SECONDS_BETWEEN_DRAWINGS:
