@@ -63,11 +63,17 @@ def load_pair(model: str, draft: str, dtype: torch.dtype, device: torch.device |
     if tokenizer.pad_token is None:
         # Padding is masked, so any token serves; the end token is the one that every tokenizer has.
         tokenizer.pad_token = tokenizer.eos_token
-    target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+    target = _load_model(model, dtype, device)
     if _is_layer_draft(draft):
         return Pair(target, load_draft(draft, target), tokenizer)
-    assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=dtype).to(device).eval()
-    return Pair(target, assistant, tokenizer)
+    return Pair(target, _load_model(draft, dtype, device), tokenizer)
+
+
+def _load_model(name: str, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    # Through the base class: transformers wraps `to` in a way that loses its signature.
+    torch.nn.Module.to(model, device)
+    return model.eval()
 
 
 def _is_layer_draft(draft: str) -> bool:

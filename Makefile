@@ -1,0 +1,63 @@
+# Needs Python 3.10 or newer (as `python3`, or PYTHON=...) and pip; everything else lands in $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+OLDEST ?= .oldest
+# Worker processes of pytest: one per core, but no more than eight, since each imports torch anew.
+JOBS ?= auto
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-fast test-oldest quality format clean
+
+help:
+	@echo "make demo         install and show a real model generating, with and without speculation"
+	@echo "make test         install and run all tests"
+	@echo "make test-fast    without the slow ones"
+	@echo "make test-oldest  the fast ones on the oldest supported transformers"
+	@echo "make quality      ruff and mypy"
+	@echo "make format       let ruff rewrite the code"
+	@echo "make clean        remove environments, builds and caches"
+
+venv: $(VENV)/.installed
+
+# The stamp is touched last, so an interrupted installation is done again.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; hf-dsde needs 3.10 or newer: make venv PYTHON=/path/to/python3")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo,dev]'
+	@touch $@
+
+# Only the packages that differ are installed; on PYTHONPATH they come before those of the environment.
+$(OLDEST)/.installed: constraints-oldest.txt $(VENV)/.installed
+	rm -rf $(OLDEST)
+	$(BIN)/python -m pip install --no-deps --target $(OLDEST) --requirement constraints-oldest.txt
+	@touch $@
+
+demo: venv
+	$(BIN)/hf-dsde demo $(DEMO_ARGS)
+
+test: venv
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-fast: venv
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.installed
+	PYTHONPATH=$(abspath $(OLDEST)) $(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+quality: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find hf_dsde tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,179 @@
+"""The command line: arguments in, `demo` or `pairs` at work, rich output out. Nothing is computed here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.rule import Rule
+from rich.text import Text
+
+from hf_dsde import demo, demo_view, pairs
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.integration import enable
+from hf_dsde.policies import available_policies
+from hf_dsde.statistics import SpeculationStatistics
+
+app = typer.Typer(
+    help="Batched assisted generation with a draft length per sequence.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+
+
+class Dtype(str, Enum):
+    """Precisions to choose from."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The same as PyTorch calls it."""
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
+
+
+def _check_policy(name: str) -> str:
+    if name not in available_policies():
+        raise typer.BadParameter(f"{name!r} is no policy; take one of {', '.join(available_policies())}")
+    return name
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+PolicyOption = Annotated[
+    str, typer.Option("--policy", callback=_check_policy, help="Policy that chooses the draft lengths.")
+]
+DeviceOption = Annotated[
+    str, typer.Option("--device", default_factory=_default_device, help="Where both models run.", show_default="auto")
+]
+NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Limit of every answer.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the result there.")]
+
+
+@app.command("demo")
+def demo_command(
+    device: DeviceOption,
+    dtype: Annotated[
+        list[Dtype] | None, typer.Option("--dtype", help="Repeat for several.", show_default="float32 and bfloat16")
+    ] = None,
+    max_new_tokens: NewTokensOption = 64,
+    policy: PolicyOption = "dsde",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method.")] = 3,
+    json_path: JsonOption = None,
+) -> None:
+    """Answer eight prompts in one batch with a real model, plain and with speculation."""
+    console = Console()
+    static = demo.Method("static, 2 tokens", SpeculationConfig("static", {"num_draft_tokens": 2}))
+    chosen = demo.Method(policy, SpeculationConfig(policy))
+    options = demo.DemoOptions(
+        dtypes=tuple(d.torch for d in dtype or (Dtype.FLOAT32, Dtype.BFLOAT16)),
+        methods=(chosen, static),
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        device=torch.device(device),
+    )
+    with _progress(console) as progress:
+        task = progress.add_task("starting", total=options.runs + len(options.dtypes))
+
+        def on_step(description: str) -> None:
+            # Advancing when a step begins would count it before it is done.
+            progress.update(task, description=description, advance=int(progress.tasks[0].description != "starting"))
+
+        result = demo.run_demo(options, pairs.load_packaged_pair, on_step)
+        progress.update(task, description="done", advance=1)
+    console.print(demo_view.result_view(result))
+    if json_path is not None:
+        _write_json(json_path, result.to_dict())
+        console.print(f"result written to {json_path}")
+    if not result.is_exact:
+        console.print("Outputs differ from plain generate's in a precision that promises equality.", style="bold red")
+        raise typer.Exit(1)
+
+
+@app.command("generate")
+def generate_command(
+    device: DeviceOption,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Repeat for several.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", exists=True, dir_okay=False, help="More prompts, one per line.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Target: folder or Hub id.", show_default="the demo's pair")
+    ] = None,
+    draft: Annotated[str | None, typer.Option("--draft", help="Draft for the target: folder or Hub id.")] = None,
+    policy: PolicyOption = "dsde",
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts per call.")] = 8,
+    max_new_tokens: NewTokensOption = 256,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Precision of both models.")] = Dtype.BFLOAT16,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the best token; more samples.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+) -> None:
+    """Answer prompts in batches and print the texts with a summary of the speculation."""
+    console = Console()
+    prompts = _read_prompts(prompt, file)
+    pair = _load_pair(model, draft, dtype.torch, torch.device(device))
+    enable(pair.target)
+    torch.manual_seed(seed)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature}
+    parts: list[SpeculationStatistics] = []
+    for batch in _batches(prompts, batch_size):
+        inputs = demo.encode(pair.tokenizer, batch).to(device)
+        output, _ = demo.generate_once(
+            pair, inputs, SpeculationConfig(policy), max_new_tokens=max_new_tokens, **sampling
+        )
+        answers = output.sequences[:, inputs["input_ids"].shape[1] :]
+        for text, answer in zip(batch, pair.tokenizer.batch_decode(answers, skip_special_tokens=True), strict=True):
+            console.print(Rule(Text(text, overflow="ellipsis", no_wrap=True), align="left"))
+            console.print(Text(answer.strip()))
+        parts.append(output.speculation_statistics)
+    console.print()
+    console.print(SpeculationStatistics.merge(parts))
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+def _read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
+    """Prompts of the options, then the lines of the file that are not blank."""
+    lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+    prompts = [text for text in [*(given or []), *lines] if text.strip()]
+    if not prompts:
+        raise typer.BadParameter("there is no prompt; give --prompt TEXT or --file FILE with one prompt per line")
+    return prompts
+
+
+def _load_pair(model: str | None, draft: str | None, dtype: torch.dtype, device: torch.device) -> pairs.Pair:
+    """The pair named, or the packaged one when neither part is."""
+    if model is None and draft is None:
+        return pairs.load_packaged_pair(dtype, device)
+    if model is None or draft is None:
+        missing, other = ("--model", "--draft") if model is None else ("--draft", "--model")
+        raise typer.BadParameter(f"{missing} is missing; {other} needs it, since a draft belongs to its target")
+    return pairs.load_pair(model, draft, dtype, device)
+
+
+def _batches(prompts: list[str], size: int) -> Iterator[list[str]]:
+    for start in range(0, len(prompts), size):
+        yield prompts[start : start + size]
+
+
+def _write_json(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
