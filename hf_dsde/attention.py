@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import BoolTensor, LongTensor, Tensor, nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from hf_dsde import compat
@@ -21,7 +21,7 @@ MASKABLE_IMPLEMENTATIONS = ("sdpa", "eager")
 """Implementations that read an arbitrary mask, and so can serve a model that packed attention does not reproduce."""
 
 
-def visible_slots(positions: LongTensor, view: int, window: int | None = None) -> BoolTensor:
+def visible_slots(positions: Tensor, view: int, window: int | None = None) -> Tensor:
     """Say which cache slots each query may attend to.
 
     A query at position p sees the slots `p - window < slot <= p`; slot == position, so this is causality and the
@@ -44,7 +44,7 @@ def visible_slots(positions: LongTensor, view: int, window: int | None = None) -
     return visible
 
 
-def additive_mask(visible: BoolTensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn a boolean mask into one that is added to attention scores: 0 where visible, the lowest value elsewhere."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
@@ -121,7 +121,7 @@ def reproduces_attention(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model` use packed attention inside the `with` block; its settings are as before afterwards, come what may."""
+    """Let `model` use packed attention inside the `with` block, and restore its settings whatever happens there."""
     configs = compat.attention_configs(model.config)
     settings = [compat.get_attention_setting(config) for config in configs]
     try:

@@ -14,14 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH = 1.5
 """Factor by which a full cache grows, so that a long text is copied a logarithmic number of times."""
 
 
-class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
+class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer: `[rows, key_value_heads, capacity + 1, head_dim]`, allocated at the first write.
 
     Buffers start as zeros. A masked slot weighs nothing, but 0 * NaN is NaN, so no slot may ever hold garbage.
@@ -30,7 +30,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
 
     def __init__(self, plan: WritePlan) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.plan = plan
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -42,7 +42,11 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,  # noqa: ARG002 - transformers' signature
+        **kwargs: Any,  # noqa: ARG002 - transformers' signature
     ) -> tuple[Tensor, Tensor]:
         """Write a block into its slots and return the view that the block's queries may look at.
 
@@ -57,26 +61,29 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        keys, values = self._states()
         index = self.plan.slots_on(key_states.device)[:, None, :, None]
-        self.keys.scatter_(2, index.expand_as(key_states), key_states)
-        self.values.scatter_(2, index.expand_as(value_states), value_states)
-        return self.keys[:, :, : self.plan.view], self.values[:, :, : self.plan.view]
+        keys.scatter_(2, index.expand_as(key_states), key_states)
+        values.scatter_(2, index.expand_as(value_states), value_states)
+        return keys[:, :, : self.plan.view], values[:, :, : self.plan.view]
 
     def grow(self, capacity: int) -> None:
         """Move the states into buffers of `capacity` slots plus the discard slot."""
-        if not self.is_initialized:
-            return
-        added = capacity + 1 - self.keys.shape[2]
-        self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, added))
-        self.values = torch.nn.functional.pad(self.values, (0, 0, 0, added))
+        if self.is_initialized:
+            added = (0, 0, 0, capacity - self.plan.capacity)
+            self.keys, self.values = (torch.nn.functional.pad(states, added) for states in self._states())
 
-    def select_rows(self, index: LongTensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index`, in that order."""
         if self.is_initialized:
-            self.keys = self.keys.index_select(0, index.to(self.keys.device))
-            self.values = self.values.index_select(0, index.to(self.values.device))
+            self.keys, self.values = (states.index_select(0, index.to(states.device)) for states in self._states())
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def _states(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - transformers' signature
         """Return the number of slots a query sees and the first one's index."""
         return self.plan.view, 0
 
@@ -100,21 +107,21 @@ class WritePlan:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.view = 0
-        self._slots: dict[torch.device, LongTensor] = {}
+        self._slots: dict[torch.device, Tensor] = {}
 
-    def aim(self, slots: LongTensor, view: int) -> None:
+    def aim(self, slots: Tensor, view: int) -> None:
         """Set the slots `[rows, width]`, int64, of the next block's tokens and the view its queries get."""
         self._slots = {slots.device: slots}
         self.view = view
 
-    def slots_on(self, device: torch.device) -> LongTensor:
+    def slots_on(self, device: torch.device) -> Tensor:
         """Return the slots on `device`; layers of one model may live on several."""
         if device not in self._slots:
             self._slots[device] = next(iter(self._slots.values())).to(device)
         return self._slots[device]
 
 
-class RaggedCache(Cache):  # type: ignore[misc]
+class RaggedCache(Cache):
     """A `transformers.Cache` of `RaggedLayer`s with one write offset per row.
 
     Args:
@@ -124,14 +131,15 @@ class RaggedCache(Cache):  # type: ignore[misc]
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.plan = WritePlan(capacity)
-        super().__init__(layers=[RaggedLayer(self.plan) for _ in range(layers)])
+        self.ragged_layers = [RaggedLayer(self.plan) for _ in range(layers)]
+        super().__init__(layers=list(self.ragged_layers))
 
     @property
     def capacity(self) -> int:
         """Slots a row can fill without growth."""
         return self.plan.capacity
 
-    def aim(self, positions: LongTensor, view: int) -> None:
+    def aim(self, positions: Tensor, view: int) -> None:
         """Direct the next block.
 
         Args:
@@ -151,11 +159,11 @@ class RaggedCache(Cache):  # type: ignore[misc]
         if slots <= self.plan.capacity:
             return
         capacity = max(slots, int(self.plan.capacity * GROWTH))
-        for layer in self.layers:
+        for layer in self.ragged_layers:
             layer.grow(capacity)
         self.plan.capacity = capacity
 
-    def select_rows(self, index: LongTensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index` (int64, `[kept]`), in that order."""
-        for layer in self.layers:
+        for layer in self.ragged_layers:
             layer.select_rows(index)

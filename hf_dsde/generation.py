@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import LongTensor
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -74,7 +74,7 @@ class Speculation:
 
 def generate_speculatively(
     model: PreTrainedModel,
-    input_ids: LongTensor,
+    input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -84,7 +84,7 @@ def generate_speculatively(
     streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
     **model_kwargs: Any,
-) -> SpeculativeGenerateOutput | LongTensor:
+) -> SpeculativeGenerateOutput | Tensor:
     """Run the loop on what `generate` has prepared. Arguments are those of transformers' decoding methods.
 
     Raises:
@@ -133,12 +133,12 @@ def generate_speculatively(
     statistics.warn_if_losing(stacklevel=2)
     if not generation_config.return_dict_in_generate:
         return text
-    return SpeculativeGenerateOutput(
-        sequences=text,
-        scores=None if recording.scores is None else recording.scores.steps(max(lengths)),
-        logits=None if recording.logits is None else recording.logits.steps(max(lengths)),
-        speculation_statistics=statistics,
-    )
+    fields: dict[str, Any] = {
+        "sequences": text,
+        "scores": None if recording.scores is None else recording.scores.steps(max(lengths)),
+        "logits": None if recording.logits is None else recording.logits.steps(max(lengths)),
+    }
+    return SpeculativeGenerateOutput(**fields, speculation_statistics=statistics)
 
 
 def _scalar(token: torch.Tensor | None) -> int | None:

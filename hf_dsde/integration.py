@@ -1,7 +1,7 @@
 """How `generate` reaches the loop: a subclass per model class, with three methods of `GenerationMixin` overridden.
 
-`generate` looks its decoding method up on the class, so an enabled model gets its class swapped for a cached subclass of
-the same name. Everything else about the model stays: saving, pickling, copying, and `generate` without a
+`generate` looks its decoding method up on the class, so an enabled model gets its class swapped for a cached subclass
+of the same name. Everything else about the model stays: saving, pickling, copying, and `generate` without a
 `speculation_policy`, which goes the stock way.
 """
 
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import LongTensor
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -59,12 +59,12 @@ def _validate_generation_mode(
 def _assisted_decoding(
     parent: Callable[..., Any],
     model: PreTrainedModel,
-    input_ids: LongTensor,
+    input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     **kwargs: Any,
-) -> SpeculativeGenerateOutput | LongTensor:
+) -> SpeculativeGenerateOutput | Tensor:
     speculation = getattr(generation_config, _SPECULATION, None)
     if speculation is None:
         return parent(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
@@ -96,17 +96,24 @@ class _Enabled:
     """Marks the classes made by `enabled_class`. Pickles name the model's own class and enable it again on loading."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *rest = super().__reduce_ex__(max(int(protocol), 2))
-        return (_new_enabled, (type(self).__bases__[1],), *rest)
+        reduced = super().__reduce_ex__(max(int(protocol), 2))
+        assert isinstance(reduced, tuple)  # from protocol 2 on it always is
+        _, _, *rest = reduced
+        return (_new_enabled, (_own_class(self),), *rest)
 
 
-def _new_enabled(model_class: type[PreTrainedModel]) -> PreTrainedModel:
+def _own_class(model: Any) -> Any:
+    """Return the class that an enabled model had before."""
+    return type(model).__bases__[1]
+
+
+def _new_enabled(model_class: Any) -> Any:
     subclass = enabled_class(model_class)
     return subclass.__new__(subclass)
 
 
 @functools.cache
-def enabled_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def enabled_class(model_class: Any) -> Any:
     """Return the subclass of `model_class` whose `generate` knows `speculation_policy`."""
     methods = {name: _override(getattr(model_class, name), method) for name, method in _OVERRIDES.items()}
     names = {"__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
@@ -127,19 +134,20 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(model, GenerationMixin):
         msg = (
-            f"model: {type(model).__name__} has no transformers `generate`; pass the causal language model itself (for a "
-            "wrapper such as PEFT's, the model inside it)."
+            f"model: {type(model).__name__} has no transformers `generate`; pass the causal language model itself "
+            "(for a wrapper such as PEFT's, the model inside it)."
         )
         raise TypeError(msg)
     if not isinstance(model, _Enabled):
-        model.__class__ = enabled_class(type(model))
+        own_class: Any = type(model)
+        model.__class__ = enabled_class(own_class)
     return model
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `enable`. Does nothing to a model that was not enabled."""
     if isinstance(model, _Enabled):
-        model.__class__ = type(model).__bases__[1]
+        model.__class__ = _own_class(model)
     return model
 
 
@@ -164,7 +172,7 @@ def uninstall() -> None:
 
 def generate(
     model: PreTrainedModel,
-    input_ids: LongTensor,
+    input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -172,7 +180,7 @@ def generate(
     speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
     speculation_config: SpeculationConfig | None = None,
     **kwargs: Any,
-) -> SpeculativeGenerateOutput | LongTensor:
+) -> SpeculativeGenerateOutput | Tensor:
     """A decoding method for `model.generate(custom_generate=...)`, for models that shall not be enabled.
 
     `generate` hands a custom method neither the assistant nor the streamer, so the assistant has to be bound:

@@ -1,4 +1,4 @@
-"""The decoding loop: draft, verify, commit, observe. One round fits on one page; the rest is setting up and handing out.
+"""The decoding loop: draft, verify, commit, observe. A round fits on one page; the rest is setting up and handing out.
 
 The loop decides nothing about lengths (a policy does), proposals (a drafter), acceptance (`verification`) or endings
 (`stopping`). It keeps one promise of its own: after drafting, a round waits for the device once, in `_fetch`.
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from torch import BoolTensor, FloatTensor, LongTensor
+from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_dsde import signals, verification
@@ -25,8 +25,8 @@ from hf_dsde.sampling import BlockProcessor, choose
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.stopping import Stopping
-from hf_dsde.token_feed import TokenFeed
 from hf_dsde.timing import PhaseClock
+from hf_dsde.token_feed import TokenFeed
 
 COST_PROBE_ROUND = 3
 """The round that runs without drafts to measure a plain step: late enough that everything is warm."""
@@ -41,14 +41,14 @@ class Recording:
     scores: StepRecorder | None = None
     logits: StepRecorder | None = None
 
-    def add(self, scores: FloatTensor, logits: FloatTensor, emitted: list[int]) -> None:
+    def add(self, scores: Tensor, logits: Tensor, emitted: list[int]) -> None:
         """Keep a round's columns of emitted tokens; both tensors are `[rows, width, vocabulary]`, float32."""
         if self.scores is not None:
             self.scores.add(scores, emitted)
         if self.logits is not None:
             self.logits.add(logits, emitted)
 
-    def scores_until(self, step: int) -> tuple[FloatTensor, ...] | None:
+    def scores_until(self, step: int) -> tuple[Tensor, ...] | None:
         """Return the scores of the first `step` steps; None when none are collected."""
         return None if self.scores is None else self.scores.steps(step)
 
@@ -59,11 +59,11 @@ class _Round:
 
     request: DraftRequest
     candidates: CandidateBatch
-    logits: FloatTensor
-    scores: FloatTensor
+    logits: Tensor
+    scores: Tensor
     verdict: verification.Verdict
-    kept: LongTensor
-    ended: BoolTensor
+    kept: Tensor
+    ended: Tensor
 
 
 class SpeculativeLoop:
@@ -112,7 +112,7 @@ class SpeculativeLoop:
         self._times: PhaseTimes | None = None
         self._rounds = 0
 
-    def run(self) -> tuple[LongTensor, list[int], SpeculationStatistics]:
+    def run(self) -> tuple[Tensor, list[int], SpeculationStatistics]:
         """Generate until every row has ended.
 
         Returns:
@@ -156,7 +156,7 @@ class SpeculativeLoop:
             return self._drafter.propose(self._sequences, request, self._policy)
         return CandidateBatch.nothing(request.lengths, self._vocabulary_size, self._do_sample, self._policy.requires)
 
-    def _run_target(self, candidates: CandidateBatch, request: DraftRequest) -> FloatTensor:
+    def _run_target(self, candidates: CandidateBatch, request: DraftRequest) -> Tensor:
         """Run the last token and the draft tokens of every row; return logits, `[rows, width + 1, vocabulary]`."""
         last, position = self._sequences.tail(1)
         tokens = torch.cat([last, candidates.tokens], dim=1)
@@ -173,7 +173,7 @@ class SpeculativeLoop:
         lengths = candidates.lengths.tolist()
         return [length + 1 if active else 0 for length, active in zip(lengths, request.active_rows, strict=True)]
 
-    def _verify(self, scores: FloatTensor, candidates: CandidateBatch) -> verification.Verdict:
+    def _verify(self, scores: Tensor, candidates: CandidateBatch) -> verification.Verdict:
         if candidates.probs is None:
             target_tokens, _ = choose(scores, do_sample=False)
             return verification.greedy(target_tokens, candidates.tokens, candidates.lengths)
@@ -196,7 +196,7 @@ class SpeculativeLoop:
             timings=self._times if Signal.TIMINGS in self._policy.requires else None,
         )
 
-    def _bounded(self, lengths: LongTensor, active: BoolTensor) -> LongTensor:
+    def _bounded(self, lengths: Tensor, active: Tensor) -> Tensor:
         """Lower the policy's lengths to what a row can use: the bonus token takes one of the tokens that remain."""
         lengths = torch.where(active, lengths.clamp(0, self._config.max_draft_length), 0)
         if self._config.fill_to_batch:
@@ -205,12 +205,10 @@ class SpeculativeLoop:
         room = self._drafter.room(self._sequences)
         return lengths if room is None else torch.minimum(lengths, room)
 
-    def _settle(self, done: _Round, lengths: LongTensor) -> list[int]:
+    def _settle(self, done: _Round, lengths: Tensor) -> list[int]:
         """Bring the round to the host, end rows, hand out what became certain; return the next lengths' host copy."""
         sequences, candidates = self._sequences, done.candidates
-        fetched = _fetch(
-            sequences.generated, done.kept, done.ended, done.verdict.accepted, candidates.lengths, lengths
-        )
+        fetched = _fetch(sequences.generated, done.kept, done.ended, done.verdict.accepted, candidates.lengths, lengths)
         generated, emitted, ended, accepted, drafted, next_lengths = fetched
         sequences.synchronise(generated)
         self._drafter.observe(drafted, accepted)
@@ -231,7 +229,7 @@ class SpeculativeLoop:
         )
         return next_lengths
 
-    def _request(self, lengths: LongTensor, length_counts: Sequence[int]) -> DraftRequest:
+    def _request(self, lengths: Tensor, length_counts: Sequence[int]) -> DraftRequest:
         """Ask for `lengths`, of the rows that go on; of none in the round that measures a plain step."""
         going_on = [not finished for finished in self._stopping.finished()]
         probes = (
@@ -272,7 +270,7 @@ class SpeculativeLoop:
         )
 
 
-def _block(draft_tokens: LongTensor, verdict: verification.Verdict) -> LongTensor:
+def _block(draft_tokens: Tensor, verdict: verification.Verdict) -> Tensor:
     """Put each row's next token behind its accepted draft tokens, `[rows, width + 1]`, int64."""
     room = torch.nn.functional.pad(draft_tokens, (0, 1))
     return room.scatter(1, verdict.accepted[:, None], verdict.next_tokens[:, None])

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import FloatTensor
+from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dsde.statistics import SpeculationStatistics
 
 
 @dataclass
-class SpeculativeGenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+class SpeculativeGenerateOutput(GenerateDecoderOnlyOutput):
     """A `GenerateDecoderOnlyOutput` with one more field. The ragged cache is not returned.
 
     Attributes:
+        sequences: Prompts and generated tokens, `[rows, width]`, int64.
+        scores: Processed scores of each step, `[rows, vocabulary]`, float32 each; None unless asked for.
+        logits: Unprocessed logits of each step, likewise.
         speculation_statistics: Counts of the call and the ratios derived from them.
     """
 
@@ -29,15 +32,15 @@ class StepRecorder:
     """
 
     def __init__(self, rows: int) -> None:
-        self._rows: list[list[FloatTensor]] = [[] for _ in range(rows)]
-        self._assembled: list[FloatTensor] = []
+        self._rows: list[list[Tensor]] = [[] for _ in range(rows)]
+        self._assembled: list[Tensor] = []
 
-    def add(self, block: FloatTensor, counts: list[int]) -> None:
+    def add(self, block: Tensor, counts: list[int]) -> None:
         """Keep the first `counts` columns of each row of `block`, `[rows, width, vocabulary]`."""
         for row, count in enumerate(counts):
             self._rows[row].extend(block[row, :count].clone().unbind(0))
 
-    def steps(self, count: int) -> tuple[FloatTensor, ...]:
+    def steps(self, count: int) -> tuple[Tensor, ...]:
         """Return the first `count` steps, each `[rows, vocabulary]`, float32.
 
         Ask only for steps that every row has reached or will never reach: they are assembled once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import LongTensor
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -37,8 +37,8 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
     if mode_kwargs.get("assistant_model") is None:
         _refuse(
             "assistant_model=None",
-            "`speculation_policy` decides how much a draft model drafts, so one is needed. Pass assistant_model=..., or "
-            "leave out `speculation_policy`.",
+            "`speculation_policy` decides how much a draft model drafts, so one is needed. Pass assistant_model=..., "
+            "or leave out `speculation_policy`.",
         )
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         if getattr(generation_config, name, None):
@@ -82,7 +82,8 @@ def _check_model(argument: str, model: PreTrainedModel) -> None:
     if not masked and not attention.reproduces_attention(model):
         _refuse(
             f"{name} with attn_implementation='{implementation}'",
-            f"it takes no mask per row. Use model.set_attn_implementation of {list(attention.MASKABLE_IMPLEMENTATIONS)}.",
+            f"it takes no mask per row. Call model.set_attn_implementation with one of "
+            f"{list(attention.MASKABLE_IMPLEMENTATIONS)}.",
         )
 
 
@@ -94,9 +95,9 @@ def check_tokenizers(
 ) -> None:
     """Refuse a draft with another vocabulary, when the tokenizers are there to tell.
 
-    Sizes may differ: models of one family pad their vocabularies differently. What counts is that an id below both sizes
-    means the same token to both. Without tokenizers nothing can be compared; the output is exact all the same, and a
-    draft that speaks another language shows in the acceptance rate.
+    Sizes may differ: models of one family pad their vocabularies differently. What counts is that an id below both
+    sizes means the same token to both. Without tokenizers nothing can be compared; the output is exact all the same,
+    and a draft that speaks another language shows in the acceptance rate.
 
     Raises:
         ValueError: If the vocabularies differ; the message names the first differing ids.
@@ -118,7 +119,7 @@ def check_tokenizers(
 
 def check_call(
     model: PreTrainedModel,
-    input_ids: LongTensor,
+    input_ids: Tensor,
     processors: LogitsProcessorList,
     generation_config: GenerationConfig,
     synced_gpus: bool,
@@ -162,9 +163,10 @@ def check_call(
     if others:
         _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
     _check_positions(input_ids, model_kwargs)
+    _check_rotary_scaling(model, generation_config.max_length)
 
 
-def _check_positions(input_ids: LongTensor, model_kwargs: dict[str, Any]) -> None:
+def _check_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     """Refuse positions of the user's that are not simply counted: slots are positions here."""
     positions = model_kwargs.get("position_ids")
     if positions is None:
@@ -178,11 +180,31 @@ def _check_positions(input_ids: LongTensor, model_kwargs: dict[str, Any]) -> Non
         )
 
 
+def _check_rotary_scaling(model: PreTrainedModel, max_length: int) -> None:
+    """Refuse texts for which the rotary frequencies change midway.
+
+    How a key is rotated then depends on when it is computed, and a draft gets to a position before plain decoding does.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope] if "rope_type" in rope else rope.values():
+        kind = parameters.get("rope_type")
+        if kind not in ("dynamic", "longrope"):
+            continue
+        limit = parameters.get("original_max_position_embeddings", config.max_position_embeddings)
+        if max_length > limit:
+            _refuse(
+                f"rope_type='{kind}' and max_length={max_length}",
+                f"its frequencies change behind {limit} tokens, and cached keys would not be those of plain decoding. "
+                f"Keep prompt and new tokens within {limit} (max_new_tokens). " + PLAIN,
+            )
+
+
 def _refuse_synced_gpus() -> None:
     _refuse(
         "synced_gpus=True",
-        "ranks draft different lengths, so they would wait for each other forever (FSDP, ZeRO-3). Keep a whole model on "
-        "each GPU, or leave out `speculation_policy`.",
+        "ranks draft different lengths, so they would wait for each other forever (FSDP, ZeRO-3). Keep a whole model "
+        "on each GPU, or leave out `speculation_policy`.",
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import FloatTensor, LongTensor, Tensor
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde import attention, compat
@@ -67,7 +67,7 @@ class BlockBuffers:
         self.position_ids = torch.zeros(rows, width, dtype=torch.long, device=device)
         self.masks: dict[str, Tensor] = {}
 
-    def fill(self, tokens: LongTensor, positions: LongTensor) -> None:
+    def fill(self, tokens: Tensor, positions: Tensor) -> None:
         """Copy a block into the buffers, right-aligned: its last column is the bucket's last column."""
         padding = self.tokens.shape[1] - tokens.shape[1]
         self.tokens[:, padding:].copy_(tokens)
@@ -108,7 +108,7 @@ class ModelRunner(ABC):
         with attention.packed_attention(self.model):
             yield
 
-    def forward(self, tokens: LongTensor, positions: LongTensor, longest: int, keep: int | None = None) -> FloatTensor:
+    def forward(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Tensor:
         """Run a block, storing its keys and values in the slots named by `positions`.
 
         Args:
@@ -131,7 +131,7 @@ class ModelRunner(ABC):
         logits = self._execute(buffers, keep if keep is not None else width)
         return logits[:, -(keep or width) :].float()
 
-    def prefill(self, tokens: LongTensor, lengths: LongTensor, longest: int) -> None:
+    def prefill(self, tokens: Tensor, lengths: Tensor, longest: int) -> None:
         """Store a prompt, in chunks of `prefill_chunk` tokens.
 
         Args:
@@ -145,7 +145,7 @@ class ModelRunner(ABC):
             positions = positions.masked_fill(positions >= lengths[:, None], -1)
             self.forward(tokens[:, start:end], positions, longest=end, keep=1)
 
-    def select_rows(self, index: LongTensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index` (int64, `[kept]`): their cache moves along, buffers are made anew."""
         self.rows = len(index)
         self.cache.select_rows(index)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import torch
-from torch import FloatTensor, LongTensor, Tensor
+from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
@@ -72,9 +72,7 @@ class BlockProcessor:
         """Whether any processor looks at the tokens."""
         return any(not alone for alone, _ in self._stages)
 
-    def __call__(
-        self, logits: FloatTensor, sequences: SequenceBatch, counts: Sequence[int], offset: int = 0
-    ) -> FloatTensor:
+    def __call__(self, logits: Tensor, sequences: SequenceBatch, counts: Sequence[int], offset: int = 0) -> Tensor:
         """Process a block.
 
         Args:
@@ -96,7 +94,7 @@ class BlockProcessor:
         return scores
 
 
-def _process_scores(scores: FloatTensor, processors: list[LogitsProcessor]) -> FloatTensor:
+def _process_scores(scores: Tensor, processors: list[LogitsProcessor]) -> Tensor:
     flat = scores.reshape(-1, scores.shape[-1])
     no_tokens = torch.empty(len(flat), 0, dtype=torch.long, device=flat.device)
     for processor in processors:
@@ -105,12 +103,12 @@ def _process_scores(scores: FloatTensor, processors: list[LogitsProcessor]) -> F
 
 
 def _process_with_history(
-    scores: FloatTensor,
+    scores: Tensor,
     processors: list[LogitsProcessor],
     sequences: SequenceBatch,
     counts: Sequence[int],
     offset: int,
-) -> FloatTensor:
+) -> Tensor:
     """Call the processors once per prefix length that occurs among the columns that matter."""
     processed = scores.clone()
     starts = [generated + offset for generated in sequences.generated_counts]
@@ -129,7 +127,7 @@ def _process_with_history(
     return processed
 
 
-def choose(scores: FloatTensor, do_sample: bool) -> tuple[LongTensor, FloatTensor | None]:
+def choose(scores: Tensor, do_sample: bool) -> tuple[Tensor, Tensor | None]:
     """Choose a token per row, as plain `generate` does.
 
     Args:

@@ -9,7 +9,7 @@ slice; what is rejected stays there, unreachable, until it is overwritten.
 from __future__ import annotations
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 
 
 class SequenceBatch:
@@ -32,7 +32,7 @@ class SequenceBatch:
 
     def __init__(
         self,
-        input_ids: LongTensor,
+        input_ids: Tensor,
         attention_mask: Tensor,
         max_new_tokens: int,
         scratch: int,
@@ -48,13 +48,11 @@ class SequenceBatch:
         self.prompt_lengths: list[int] = mask.sum(dim=1).tolist()
         self.generated = torch.zeros(self.rows, dtype=torch.long, device=self.device)
         self.generated_counts = [0] * self.rows
-        self.tokens = input_ids.new_full(
-            (self.rows, self.prompt_width + max_new_tokens + scratch), self.pad_token
-        )
+        self.tokens = input_ids.new_full((self.rows, self.prompt_width + max_new_tokens + scratch), self.pad_token)
         self.tokens[:, : self.prompt_width] = input_ids
 
     @property
-    def lengths(self) -> LongTensor:
+    def lengths(self) -> Tensor:
         """Tokens of each row, prompt included and padding not, `[rows]`, int64."""
         return self.prompt_width - self.padding + self.generated
 
@@ -64,7 +62,7 @@ class SequenceBatch:
         return [prompt + new for prompt, new in zip(self.prompt_lengths, self.generated_counts, strict=True)]
 
     @property
-    def remaining(self) -> LongTensor:
+    def remaining(self) -> Tensor:
         """Tokens each row may still emit, `[rows]`, int64."""
         return self.max_new_tokens - self.generated
 
@@ -72,28 +70,29 @@ class SequenceBatch:
         """Take over the host copy of `generated`, which the loop fetched."""
         self.generated_counts = generated_counts
 
-    def prompts(self) -> LongTensor:
+    def prompts(self) -> Tensor:
         """Return the prompts without padding in front, `[rows, longest]`, int64, filled up behind with anything."""
         positions = torch.arange(max(self.prompt_lengths), device=self.device)
-        return self.tokens.gather(1, self.padding[:, None] + positions)
+        columns = (self.padding[:, None] + positions).clamp_max(self.tokens.shape[1] - 1)
+        return self.tokens.gather(1, columns)
 
-    def tail(self, width: int) -> tuple[LongTensor, LongTensor]:
+    def tail(self, width: int) -> tuple[Tensor, Tensor]:
         """Return each row's last `width` tokens, right-aligned, and their positions.
 
         Returns:
-            Tokens and positions, both `[rows, width]`, int64. Where a row is shorter than `width`, positions are below 0
-            and tokens are anything.
+            Tokens and positions, both `[rows, width]`, int64. Where a row is shorter than `width`, positions are below
+            0 and tokens are anything.
         """
         positions = self.lengths[:, None] + torch.arange(-width, 0, device=self.device)
         columns = (self.padding[:, None] + positions).clamp_min(0)
         return self.tokens.gather(1, columns), positions
 
-    def write_behind(self, tokens: LongTensor, offset: int = 0) -> None:
+    def write_behind(self, tokens: Tensor, offset: int = 0) -> None:
         """Write draft tokens `[rows, width]` behind the known text, `offset` columns after its end."""
         first = self.prompt_width + self.generated[:, None] + offset
         self.tokens.scatter_(1, first + torch.arange(tokens.shape[1], device=self.device), tokens)
 
-    def append(self, tokens: LongTensor, counts: LongTensor) -> None:
+    def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Make the first `counts` of `tokens` part of the text.
 
         Args:
@@ -103,7 +102,7 @@ class SequenceBatch:
         self.write_behind(tokens)
         self.generated = self.generated + counts
 
-    def prefix(self, length: int, holds: Tensor) -> LongTensor:
+    def prefix(self, length: int, holds: Tensor) -> Tensor:
         """Return what a logits processor is shown when it decides on generated token number `length`.
 
         Args:
@@ -120,7 +119,7 @@ class SequenceBatch:
         prefix = self.tokens.gather(1, columns.clamp_min(0))
         return prefix.masked_fill(columns < 0, self.pad_token)
 
-    def text(self, lengths: list[int], width: int) -> LongTensor:
+    def text(self, lengths: list[int], width: int) -> Tensor:
         """Return prompts and generated tokens as `generate` does.
 
         Args:
@@ -148,7 +147,7 @@ def _check_padding(mask: Tensor) -> None:
     holes = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1)
     if bool(holes.any()):
         msg = (
-            f"attention_mask: rows {holes.nonzero()[:, 0].tolist()} hide tokens in the middle of the prompt; only padding "
-            "in front is supported. Remove the hidden tokens from input_ids."
+            f"attention_mask: rows {holes.nonzero()[:, 0].tolist()} hide tokens in the middle of the prompt; only "
+            "padding in front is supported. Remove the hidden tokens from input_ids."
         )
         raise ValueError(msg)

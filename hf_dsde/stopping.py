@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import BoolTensor, FloatTensor, LongTensor
+from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
 from hf_dsde.sequences import SequenceBatch
 
-StepScores = Callable[[int], "tuple[FloatTensor, ...] | None"]
+StepScores = Callable[[int], "tuple[Tensor, ...] | None"]
 """Returns the scores of the first n steps as `generate` would have collected them, None when it collects none."""
 
 
@@ -37,7 +37,7 @@ class Stopping:
     def __init__(self, criteria: StoppingCriteriaList, sequences: SequenceBatch) -> None:
         self._sequences = sequences
         eos = [c.eos_token_id.to(sequences.device) for c in criteria if type(c) is EosTokenCriteria]
-        self.eos_tokens: LongTensor = torch.cat(eos) if eos else torch.empty(0, device=sequences.device).long()
+        self.eos_tokens: Tensor = torch.cat(eos) if eos else torch.empty(0, device=sequences.device).long()
         self._time_limits = [c for c in criteria if type(c) is MaxTimeCriteria]
         stepwise = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)]
         self._stepwise = StoppingCriteriaList(stepwise)
@@ -46,7 +46,7 @@ class Stopping:
         self.ends: list[int | None] = [None] * sequences.rows
         self.frontier = 0
 
-    def cut(self, tokens: LongTensor, counts: LongTensor) -> tuple[LongTensor, BoolTensor]:
+    def cut(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Cut a block of new tokens at the first end-of-sequence token and at the length limit.
 
         Args:
@@ -77,13 +77,12 @@ class Stopping:
                 self.ends[row] = generated[row]
         if any(bool(limit(self._sequences.tokens, None).any()) for limit in self._time_limits):
             self._end_now()
-        reached = self._reached()
-        if self._stepwise:
-            for step in range(self.frontier + 1, reached + 1):
-                self._decide(step, scores(step))
-                if all(end is not None and end <= step for end in self.ends):
-                    break
-        self.frontier = reached
+        # Ending a row can make further steps decidable: those that the others had reached already.
+        step = self.frontier
+        while self._stepwise and step < self._reached() and not self._is_over(step):
+            step += 1
+            self._decide(step, scores(step))
+        self.frontier = self._reached()
 
     def finished(self) -> list[bool]:
         """Say which rows need no further token.
@@ -113,7 +112,9 @@ class Stopping:
         """Return how many generated tokens of a row are certain to be in the output."""
         end = self.ends[row]
         count = self._sequences.generated_counts[row]
-        certain = min(count, self.frontier) if self._stepwise else count
+        # Time can run out at any moment, and where ended rows are not padded it cuts all rows to the shortest.
+        may_be_cut = self._stepwise or (self._time_limits and not self.pads_ended_rows)
+        certain = min(count, self.frontier) if may_be_cut else count
         limit = end if self.pads_ended_rows else self.width()
         return certain if limit is None else min(certain, limit)
 
@@ -125,19 +126,20 @@ class Stopping:
             return min(running) if running else max(end for end in self.ends if end is not None)
         return min(generated)
 
+    def _is_over(self, step: int) -> bool:
+        """Say whether every row has ended at `step` or before, so that plain `generate` would make no further one."""
+        width = self.width()
+        return width is not None and width <= step
+
     def _end_now(self) -> None:
         """End every row where it stands, as time is up; at a common step when ended rows are not padded."""
         generated = self._sequences.generated_counts
         counts = generated if self.pads_ended_rows else [min(generated)] * len(generated)
-        self.ends = [
-            count if end is None else min(end, count) for end, count in zip(self.ends, counts, strict=True)
-        ]
+        self.ends = [count if end is None else min(end, count) for end, count in zip(self.ends, counts, strict=True)]
 
-    def _decide(self, step: int, scores: tuple[FloatTensor, ...] | None) -> None:
+    def _decide(self, step: int, scores: tuple[Tensor, ...] | None) -> None:
         """Put one step of the whole batch to the stepwise criteria."""
-        shown = [
-            min(end, step) if self.pads_ended_rows and end is not None else step for end in self.ends
-        ]
+        shown = [min(end, step) if self.pads_ended_rows and end is not None else step for end in self.ends]
         done = self._stepwise(self._sequences.text(shown, step), scores).tolist()
         for row, stops in enumerate(done):
             end = self.ends[row]
@@ -148,6 +150,5 @@ class Stopping:
 def length_limit(criteria: StoppingCriteriaList, max_length: int) -> int:
     """Return the total length, prompt included, at which every row ends at the latest."""
     limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
-    return min([*limits, max_length])
-
-
+    # A limit of the user's replaces the default one, so a default that is not among the criteria limits nothing.
+    return min(limits, default=max_length)

@@ -15,7 +15,7 @@ class _Mark(Protocol):
 
 
 class _HostMark:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, _device: torch.device) -> None:
         self._time = time.perf_counter()
 
     def seconds_until(self, later: _Mark) -> float:
@@ -37,7 +37,7 @@ class _CudaMark:
 
 
 class PhaseClock:
-    """Marks the phases of a round: `start`, then a `mark` at the end of each of the three phases, and `read` after the round's fetch.
+    """Marks the phases of a round: `start`, a `mark` at the end of each of the three phases, and `read` at the end.
 
     On a CUDA device the marks are events in the stream, read only after the round's one synchronisation, so that
     measuring costs no further one.

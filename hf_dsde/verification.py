@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import FloatTensor, LongTensor
+from torch import Tensor
 
 
 class Verdict(NamedTuple):
@@ -20,11 +20,11 @@ class Verdict(NamedTuple):
         next_tokens: The correction or bonus token behind them, `[rows]`, int64.
     """
 
-    accepted: LongTensor
-    next_tokens: LongTensor
+    accepted: Tensor
+    next_tokens: Tensor
 
 
-def leading_run(stands: torch.Tensor, lengths: LongTensor) -> LongTensor:
+def leading_run(stands: torch.Tensor, lengths: Tensor) -> Tensor:
     """Count the positions before the first that does not stand, within each row's length.
 
     Args:
@@ -38,7 +38,7 @@ def leading_run(stands: torch.Tensor, lengths: LongTensor) -> LongTensor:
     return (stands & inside).long().cumprod(dim=1).sum(dim=1)
 
 
-def greedy(target_tokens: LongTensor, draft_tokens: LongTensor, lengths: LongTensor) -> Verdict:
+def greedy(target_tokens: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Verdict:
     """Accept draft tokens as long as they are the target's own choice.
 
     Args:
@@ -50,9 +50,7 @@ def greedy(target_tokens: LongTensor, draft_tokens: LongTensor, lengths: LongTen
     return Verdict(accepted, target_tokens.gather(1, accepted[:, None])[:, 0])
 
 
-def speculative_sampling(
-    target_probs: FloatTensor, draft_probs: FloatTensor, draft_tokens: LongTensor, lengths: LongTensor
-) -> Verdict:
+def speculative_sampling(target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Verdict:
     """Accept or replace draft tokens so that the output follows the target's distribution exactly.
 
     Token x drawn from q is accepted with probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw
@@ -74,9 +72,7 @@ def speculative_sampling(
     return Verdict(accepted, torch.multinomial(leftover, num_samples=1)[:, 0])
 
 
-def residual_distribution(
-    target_probs: FloatTensor, draft_probs: FloatTensor, accepted: LongTensor, lengths: LongTensor
-) -> FloatTensor:
+def residual_distribution(target_probs: Tensor, draft_probs: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:
     """Return the unnormalised law of the token behind the accepted ones.
 
     That is max(0, p - q) where a draft token was rejected, and p itself behind a fully accepted draft. A residual

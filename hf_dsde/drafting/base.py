@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import BoolTensor, FloatTensor, LongTensor
+from torch import Tensor
 
 from hf_dsde.policies.base import Signal, StoppingPolicy
 from hf_dsde.sequences import SequenceBatch
@@ -25,9 +25,9 @@ class DraftRequest:
         active_rows: The same on the host.
     """
 
-    lengths: LongTensor
+    lengths: Tensor
     length_counts: Sequence[int]
-    active: BoolTensor
+    active: Tensor
     active_rows: Sequence[bool]
 
     @property
@@ -52,13 +52,13 @@ class CandidateBatch:
             required.
     """
 
-    tokens: LongTensor
-    lengths: LongTensor
-    probs: FloatTensor | None
+    tokens: Tensor
+    lengths: Tensor
+    probs: Tensor | None
     steps: int
-    logits: FloatTensor | None = None
-    entropy: FloatTensor | None = None
-    confidence: FloatTensor | None = None
+    logits: Tensor | None = None
+    entropy: Tensor | None = None
+    confidence: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -67,7 +67,7 @@ class CandidateBatch:
 
     @classmethod
     def nothing(
-        cls, lengths: LongTensor, vocabulary_size: int, do_sample: bool, required: frozenset[Signal]
+        cls, lengths: Tensor, vocabulary_size: int, do_sample: bool, required: frozenset[Signal]
     ) -> CandidateBatch:
         """Return the candidates of a round in which nobody drafts: every tensor is there, with no columns.
 
@@ -103,7 +103,7 @@ class Drafter(ABC):
         """Take in the prompts."""
 
     @abstractmethod
-    def room(self, sequences: SequenceBatch) -> LongTensor | None:
+    def room(self, sequences: SequenceBatch) -> Tensor | None:
         """The most tokens each row can draft next, `[rows]`, int64; None when there is no limit."""
 
     @abstractmethod

@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-from torch import BoolTensor, FloatTensor, LongTensor, Tensor
+from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_dsde import signals
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
 from hf_dsde.policies.base import DraftStep, Signal, StoppingPolicy
@@ -23,18 +22,22 @@ from hf_dsde.runner import create_runner
 from hf_dsde.sampling import BlockProcessor, choose, processors_on
 from hf_dsde.sequences import SequenceBatch
 
+UNKNOWN_TOKEN_LOGIT = -1e4
+"""Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
+everything else leaves a distribution, and no NaN."""
+
 
 @dataclass
 class _Proposal:
     """What a round's draft steps bring, one entry per step."""
 
-    tokens: list[LongTensor] = field(default_factory=list)
-    probs: list[FloatTensor] = field(default_factory=list)
-    logits: list[FloatTensor] = field(default_factory=list)
-    entropy: list[FloatTensor] = field(default_factory=list)
-    confidence: list[FloatTensor] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    confidence: list[Tensor] = field(default_factory=list)
 
-    def add(self, step: DraftStep, probs: FloatTensor | None, signals_needed: frozenset[Signal]) -> None:
+    def add(self, step: DraftStep, probs: Tensor | None, signals_needed: frozenset[Signal]) -> None:
         """Keep a step's tokens, the law they were drawn from, and the signals somebody asked for."""
         self.tokens.append(step.tokens)
         if probs is not None:
@@ -53,8 +56,8 @@ class ModelDrafter(Drafter):
     Args:
         model: The draft.
         sequences: The batch it will draft for.
-        vocabulary_size: Size of the target's vocabulary. Ids that only one of the two models has are padding: the
-            draft never proposes them.
+        vocabulary_size: Size of the target's vocabulary. Ids that only the draft has are never proposed; ids that only
+            the target has are proposed when a logits processor leaves nothing else, and fed as the draft's last id.
         processors: Logits processors of the call; the draft samples through them, as it should resemble the target.
         do_sample: Draw tokens if True, take the most likely ones otherwise.
         capacity: Tokens per row the cache shall hold to begin with.
@@ -74,6 +77,7 @@ class ModelDrafter(Drafter):
         self._runner = create_runner(model, sequences.rows, capacity, config)
         self._device = self._runner.device
         self._vocabulary_size = vocabulary_size
+        self._last_id = model.config.get_text_config(decoder=True).vocab_size - 1
         self._do_sample = do_sample
         on_device = self._device == sequences.device
         self._process = BlockProcessor(processors if on_device else processors_on(processors, self._device))
@@ -90,9 +94,9 @@ class ModelDrafter(Drafter):
         limit = self._context if self._context is not None else max(sequences.prompt_lengths)
         self._cached = [min(length - 1, limit) for length in sequences.prompt_lengths]
         prompts = sequences.prompts().to(self._device)
-        self._runner.prefill(prompts, torch.tensor(self._cached, device=self._device), max(self._cached))
+        self._runner.prefill(self._known(prompts), torch.tensor(self._cached, device=self._device), max(self._cached))
 
-    def room(self, sequences: SequenceBatch) -> LongTensor | None:
+    def room(self, sequences: SequenceBatch) -> Tensor | None:
         """A row can draft until it has filled the draft's context."""
         return None if self._context is None else (self._context - sequences.lengths).clamp_min(0)
 
@@ -130,7 +134,7 @@ class ModelDrafter(Drafter):
                 self._cached[row] = length + min(accepted[row], max(drafted[row] - 1, 0))
         self._caught_up = []
 
-    def _catch_up(self, sequences: SequenceBatch, request: DraftRequest) -> FloatTensor:
+    def _catch_up(self, sequences: SequenceBatch, request: DraftRequest) -> Tensor:
         """Feed what each row misses up to its last token; return the logits behind it, `[rows, vocabulary]`."""
         lengths = sequences.length_counts
         fits = [
@@ -143,29 +147,31 @@ class ModelDrafter(Drafter):
         positions = positions.masked_fill(~torch.tensor(fits, device=positions.device)[:, None], -1)
         longest = max(length for length, fit in zip(lengths, fits, strict=True) if fit)
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
-        return self._align(self._runner.forward(tokens, positions, longest, keep=1)[:, 0])
+        return self._align(self._runner.forward(self._known(tokens), positions, longest, keep=1)[:, 0])
 
-    def _feed(self, sequences: SequenceBatch, tokens: LongTensor, position: int, drafting: BoolTensor) -> FloatTensor:
+    def _feed(self, sequences: SequenceBatch, tokens: Tensor, position: int, drafting: Tensor) -> Tensor:
         """Feed the draft tokens of the step before; return the logits behind them, `[rows, vocabulary]`."""
         slots = (sequences.lengths.to(self._device) + position - 1).masked_fill(~drafting, -1)
         longest = max(sequences.length_counts) + position
-        return self._align(self._runner.forward(tokens[:, None], slots[:, None], longest, keep=1)[:, 0])
+        return self._align(self._runner.forward(self._known(tokens[:, None]), slots[:, None], longest, keep=1)[:, 0])
 
-    def _align(self, logits: FloatTensor) -> FloatTensor:
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Replace ids that the draft has no embedding for. It guesses worse behind them; the output stays exact."""
+        return tokens.clamp_max(self._last_id)
+
+    def _align(self, logits: Tensor) -> Tensor:
         """Bring logits to the target's vocabulary: ids the draft lacks get no probability, ids only it has are cut."""
         missing = self._vocabulary_size - logits.shape[-1]
         if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+            return torch.nn.functional.pad(logits, (0, missing), value=UNKNOWN_TOKEN_LOGIT)
         return logits[..., : self._vocabulary_size]
 
-    def _ask(
-        self, policy: StoppingPolicy, step: DraftStep, drafting: BoolTensor, device: torch.device
-    ) -> BoolTensor:
+    def _ask(self, policy: StoppingPolicy, step: DraftStep, drafting: Tensor, device: torch.device) -> Tensor:
         """Ask the policy, whose tensors live on `device`, which rows go on drafting."""
         stops = policy.should_stop(step.to(device))
         return drafting if stops is None else drafting & ~stops.to(drafting.device)
 
-    def _candidates(self, proposal: _Proposal, drafted: LongTensor, device: torch.device) -> CandidateBatch:
+    def _candidates(self, proposal: _Proposal, drafted: Tensor, device: torch.device) -> CandidateBatch:
         """Stack the steps and bring them to the sequences' device, once per round."""
 
         def stacked(steps: Sequence[Tensor]) -> Tensor | None:
