@@ -35,6 +35,7 @@ class SpeculationConfig:
         view_bucket: Cache views are multiples of this many slots.
         prefill_chunk: Prompt tokens per row and prefill pass.
         cost_probe: Whether one round of a long call runs without drafts, to measure what a plain step costs.
+        drop_finished_rows: Whether rows that have ended leave the models' passes, once a quarter of those in them have.
         packed_attention: Whether query heads that share a key-value head are folded into the query length.
     """
 
@@ -47,6 +48,7 @@ class SpeculationConfig:
     view_bucket: int = 64
     prefill_chunk: int = 512
     cost_probe: bool = True
+    drop_finished_rows: bool = True
     packed_attention: bool = True
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class SpeculationConfig:
         check_integer("view_bucket", self.view_bucket, 1)
         check_integer("prefill_chunk", self.prefill_chunk, 1)
         check_flag("cost_probe", self.cost_probe)
+        check_flag("drop_finished_rows", self.drop_finished_rows)
         check_flag("packed_attention", self.packed_attention)
         self.build_policy()
 

@@ -26,8 +26,10 @@ class RoundCounts:
         emitted: Tokens the texts gained, bonus tokens included.
         draft_steps: Forward passes of the draft.
         pass_width: Columns of the target's pass, padding included.
+        pass_rows: Rows in the target's pass.
+        dropped_rows: Rows that had finished and were left out of it.
         padding: Columns of active rows that carried no real token, summed over those rows.
-        idle: Columns of rows that had nothing left to generate, summed over those rows.
+        idle: Columns of rows that took part in the target's pass with nothing left to generate, summed over those rows.
         draft_seconds: Seconds spent drafting.
         verify_seconds: Seconds spent in the target's pass and in judging its result.
         bookkeeping_seconds: Seconds spent on everything else.
@@ -40,6 +42,8 @@ class RoundCounts:
     emitted: int
     draft_steps: int
     pass_width: int
+    pass_rows: int
+    dropped_rows: int
     padding: int
     idle: int
     draft_seconds: float
@@ -48,8 +52,8 @@ class RoundCounts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nobody drafted, so that the round was one step of plain decoding."""
-        return self.draft_steps == 0 and self.pass_width == 1
+        """Whether nobody drafted and all rows took part, so that the round was one step of plain decoding."""
+        return self.draft_steps == 0 and self.pass_width == 1 and self.dropped_rows == 0
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,7 @@ class RecordedRound:
     active: tuple[bool, ...]
     draft_steps: int
     pass_width: int
+    pass_rows: int
     times: PhaseTimes
 
 
@@ -177,6 +182,10 @@ def check_round(entry: RecordedRound, rows: int) -> None:
                 f"Row {row} has drafted={drafted}, accepted={accepted}, emitted={emitted}; "
                 f"need 0 <= accepted <= drafted and 0 <= emitted <= accepted + 1."
             )
+    if not sum(entry.active) <= entry.pass_rows <= rows:
+        raise ValueError(
+            f"`pass_rows` is {entry.pass_rows}; need at least the {sum(entry.active)} active rows and at most {rows}."
+        )
     widest = max(entry.drafted, default=0)
     if entry.pass_width < widest + 1:
         raise ValueError(
@@ -221,8 +230,10 @@ def count_round(entry: RecordedRound, settled: Sequence[RowCounts]) -> RoundCoun
         emitted=total.emitted,
         draft_steps=entry.draft_steps,
         pass_width=entry.pass_width,
+        pass_rows=entry.pass_rows,
+        dropped_rows=len(settled) - entry.pass_rows,
         padding=total.rounds * entry.pass_width - real_columns,
-        idle=(len(settled) - total.rounds) * entry.pass_width,
+        idle=(entry.pass_rows - total.rounds) * entry.pass_width,
         draft_seconds=entry.times.draft,
         verify_seconds=entry.times.verify,
         bookkeeping_seconds=entry.times.bookkeeping,

@@ -1,4 +1,4 @@
-"""The eight requests of the demo: different kinds, lengths from six words to two pages, all written for it.
+"""The eight requests of the demo: different kinds, lengths from six words to a page, all written for it.
 
 Mixed on purpose: a draft follows code and arithmetic well and free text badly, so one batch shows rows that accept
 long drafts next to rows that accept none.
@@ -20,18 +20,12 @@ Lending. Members may borrow up to four tools at a time for two weeks. A loan can
 somebody has asked for the tool. Power tools need a short introduction by a volunteer before they are lent for the
 first time; the volunteer notes it on the member's card, and it holds for all tools of that class.
 
-Returning. Tools come back clean and dry. Blades and bits that have become blunt are worn, not damaged, and cost
-nothing. Whoever breaks a tool tells us so when returning it; we repair what can be repaired, and ask for half of the
-price of what cannot. A tool that is late by more than three days costs one coin a day, which goes into the fund for
-new ones. Batteries are returned charged, because the next member may need them within the hour.
+Returning. Tools come back clean and dry. Whoever breaks a tool tells us so when returning it; we repair what can be
+repaired, and ask for half of the price of what cannot. A tool that is late by more than three days costs one coin a
+day. Batteries are returned charged, because the next member may need them within the hour.
 
-Safety. Goggles lie in the green box beside the door and are lent with every saw and grinder. Extension leads are
-unrolled completely before they are used. Nobody under sixteen borrows a power tool, also not with a written
-permission. If a tool smells burnt, sparks or stops, pull the plug, leave it as it is and bring it back.
-
-Opening hours. The shed is open on Wednesdays from five to eight and on Saturdays from ten to two. In August it is open
-on Saturdays only. The key is with the volunteer whose name stands on the board; please do not ring at the neighbours,
-who are patient but not members."""
+Safety. Goggles lie in the green box beside the door and are lent with every saw and grinder. Nobody under sixteen
+borrows a power tool. If a tool smells burnt, sparks or stops, pull the plug, leave it as it is and bring it back."""
 
 
 @dataclass(frozen=True)

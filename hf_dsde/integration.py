@@ -43,11 +43,12 @@ def _validate_generation_mode(
     generation_config: GenerationConfig,
     generation_mode_kwargs: dict[str, Any],
 ) -> None:
-    if not hasattr(generation_config, _SPECULATION):
+    speculation: Speculation | None = getattr(generation_config, _SPECULATION, None)
+    if speculation is None:
         parent(model, generation_mode, generation_config, generation_mode_kwargs)
         return
     refusals.check_mode(generation_mode, generation_config, generation_mode_kwargs)
-    refusals.check_models(model, generation_mode_kwargs["assistant_model"])
+    refusals.check_models(model, generation_mode_kwargs["assistant_model"], speculation.config.packed_attention)
     refusals.check_tokenizers(
         model,
         generation_mode_kwargs["assistant_model"],
@@ -210,9 +211,9 @@ def generate(
         mode = GenerationMode.BEAM_SEARCH
     refusals.check_mode(mode, generation_config, {"assistant_model": assistant_model})
     assert assistant_model is not None
-    refusals.check_models(model, assistant_model)
-    refusals.check_tokenizers(model, assistant_model, None, None)
     speculation = Speculation.of(speculation_policy, speculation_config)
+    refusals.check_models(model, assistant_model, speculation.config.packed_attention)
+    refusals.check_tokenizers(model, assistant_model, None, None)
     return generate_speculatively(
         model,
         input_ids,

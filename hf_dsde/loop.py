@@ -30,6 +30,8 @@ from hf_dsde.token_feed import TokenFeed
 
 COST_PROBE_ROUND = 3
 """The round that runs without drafts to measure a plain step: late enough that everything is warm."""
+DROPPED_SHARE = 0.25
+"""Rows leave the models' passes when at least this share of the rows in them has finished."""
 COST_PROBE_MIN_TOKENS = 64
 """Calls that may emit fewer tokens than this are not probed: a plain round would cost them too large a share."""
 
@@ -225,6 +227,7 @@ class SpeculativeLoop:
             active=done.request.active_rows,
             draft_steps=candidates.steps,
             pass_width=candidates.width + 1,
+            pass_rows=len(self._target.live_rows),
             times=self._times,
         )
         return next_lengths
@@ -232,6 +235,7 @@ class SpeculativeLoop:
     def _request(self, lengths: Tensor, length_counts: Sequence[int]) -> DraftRequest:
         """Ask for `lengths`, of the rows that go on; of none in the round that measures a plain step."""
         going_on = [not finished for finished in self._stopping.finished()]
+        self._drop_finished_rows(going_on)
         probes = (
             self._config.cost_probe
             and self._rounds == COST_PROBE_ROUND
@@ -241,6 +245,14 @@ class SpeculativeLoop:
         active = torch.tensor(going_on, device=lengths.device)
         lengths = torch.zeros_like(lengths) if probes else torch.where(active, lengths, 0)
         return DraftRequest(lengths, counts, active, going_on)
+
+    def _drop_finished_rows(self, going_on: Sequence[bool]) -> None:
+        """Leave finished rows out of further passes, when enough of them are in to be worth moving the caches."""
+        rows = [row for row, on in enumerate(going_on) if on]
+        places = len(self._target.live_rows)
+        if self._config.drop_finished_rows and rows and places - len(rows) >= places * DROPPED_SHARE:
+            self._target.keep_rows(rows)
+            self._drafter.keep_rows(rows)
 
     def _first_request(self) -> DraftRequest:
         everyone = torch.ones(self._sequences.rows, dtype=torch.bool, device=self._sequences.device)

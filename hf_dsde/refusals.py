@@ -26,7 +26,8 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
     """Refuse decoding modes that are not greedy or sampled text with one draft model.
 
     Raises:
-        ValueError: For beams, a policy without an assistant, two ways of drafting at once, or synchronised GPUs.
+        ValueError: For beams, a policy without an assistant, two ways of drafting at once, synchronised GPUs, or a cache of
+            another kind, which `generate` would set up next.
     """
     if generation_config.num_beams > 1:
         _refuse(
@@ -50,20 +51,30 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
         _refuse(f"generation mode '{mode.value}'", "only greedy decoding and sampling can be verified. " + PLAIN)
     if mode_kwargs.get("synced_gpus"):
         _refuse_synced_gpus()
+    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        _refuse(
+            f"cache_implementation={generation_config.cache_implementation!r}",
+            "the loop keeps a ragged cache of its own. Leave the argument out.",
+        )
 
 
-def check_models(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+def check_models(target: PreTrainedModel, draft: PreTrainedModel, packed_attention: bool) -> None:
     """Refuse models whose cache cannot be ragged.
+
+    Args:
+        target: The target.
+        draft: The draft.
+        packed_attention: Whether packed attention may stand in for what the models are set to.
 
     Raises:
         ValueError: For encoder-decoders, models with recurrent or otherwise unknown layers, ALiBi, and attention
             implementations that take no mask.
     """
     for argument, model in (("model", target), ("assistant_model", draft)):
-        _check_model(argument, model)
+        _check_model(argument, model, packed_attention)
 
 
-def _check_model(argument: str, model: PreTrainedModel) -> None:
+def _check_model(argument: str, model: PreTrainedModel, packed_attention: bool) -> None:
     name = f"{argument} ({type(model).__name__})"
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
@@ -79,7 +90,7 @@ def _check_model(argument: str, model: PreTrainedModel) -> None:
         _refuse(f"{name} with ALiBi", "its bias is built from a rectangular mask, not from positions. " + PLAIN)
     implementation = model.config._attn_implementation
     masked = implementation in attention.MASKABLE_IMPLEMENTATIONS
-    if not masked and not attention.reproduces_attention(model):
+    if not masked and not (packed_attention and attention.reproduces_attention(model)):
         _refuse(
             f"{name} with attn_implementation='{implementation}'",
             f"it takes no mask per row. Call model.set_attn_implementation with one of "
@@ -135,11 +146,6 @@ def check_call(
         _refuse_synced_gpus()
     if not model_kwargs.get("use_cache", True):
         _refuse("use_cache=False", "verification needs the key-value cache. Use use_cache=True. " + PLAIN)
-    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-        _refuse(
-            f"cache_implementation={generation_config.cache_implementation!r}",
-            "the loop keeps a ragged cache of its own. Leave the argument out.",
-        )
     cache = compat.given_cache(model_kwargs)
     if cache is not None and cache.get_seq_length() > 0:
         _refuse("a filled key-value cache", "the loop starts from an empty one. Pass the whole text as input_ids.")

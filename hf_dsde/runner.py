@@ -9,7 +9,7 @@ branches on a tensor. So a runner that replays recorded work needs to replace `_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +89,7 @@ class ModelRunner(ABC):
     def __init__(self, model: PreTrainedModel, rows: int, capacity: int, config: SpeculationConfig) -> None:
         self.model = model
         self.rows = rows
+        self.live_rows = list(range(rows))
         self.device = model.device
         self.packed = config.packed_attention and attention.reproduces_attention(model)
         self.cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, capacity)
@@ -119,17 +120,25 @@ class ModelRunner(ABC):
 
         Returns:
             Logits, `[rows, keep or width, vocabulary]`, float32, on the model's output device. Columns without a token
-            hold anything finite.
+            hold anything finite, and so do rows that were left out.
         """
         width = tokens.shape[1]
+        whole_batch = len(self.live_rows) == self.rows
+        if not whole_batch:
+            live = torch.tensor(self.live_rows, device=tokens.device)
+            tokens, positions = tokens[live], positions[live]
         view = -(-longest // self._config.view_bucket) * self._config.view_bucket
         self.cache.reserve(view)
         buffers = self._buffers_for(next_bucket(width, self._width_buckets))
         buffers.fill(tokens.to(self.device), positions.to(self.device))
         self._fill_masks(buffers, view)
         self.cache.aim(buffers.positions, view)
-        logits = self._execute(buffers, keep if keep is not None else width)
-        return logits[:, -(keep or width) :].float()
+        logits = self._execute(buffers, keep or width)[:, -(keep or width) :].float()
+        if whole_batch:
+            return logits
+        everyone = logits.new_zeros(self.rows, *logits.shape[1:])
+        everyone[self.live_rows] = logits
+        return everyone
 
     def prefill(self, tokens: Tensor, lengths: Tensor, longest: int) -> None:
         """Store a prompt, in chunks of `prefill_chunk` tokens.
@@ -145,15 +154,20 @@ class ModelRunner(ABC):
             positions = positions.masked_fill(positions >= lengths[:, None], -1)
             self.forward(tokens[:, start:end], positions, longest=end, keep=1)
 
-    def select_rows(self, index: Tensor) -> None:
-        """Keep the rows in `index` (int64, `[kept]`): their cache moves along, buffers are made anew."""
-        self.rows = len(index)
-        self.cache.select_rows(index)
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out from now on: `forward` still takes and returns the whole batch, but runs these.
+
+        Args:
+            rows: Rows of the batch, ascending, of those that are still in.
+        """
+        places = [self.live_rows.index(row) for row in rows]
+        self.cache.select_rows(torch.tensor(places, device=self.device))
+        self.live_rows = list(rows)
         self._buffers.clear()
 
     def _buffers_for(self, width: int) -> BlockBuffers:
         if width not in self._buffers:
-            self._buffers[width] = BlockBuffers(self.rows, width, self.device)
+            self._buffers[width] = BlockBuffers(len(self.live_rows), width, self.device)
         return self._buffers[width]
 
     def _fill_masks(self, buffers: BlockBuffers, view: int) -> None:

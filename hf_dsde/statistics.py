@@ -76,7 +76,10 @@ class SpeculationStatistics(SpeculationCounts):
 
     @property
     def plain_step_seconds(self) -> float | None:
-        """Median seconds (verify + bookkeeping) of rounds in which nobody drafted; None without such a round."""
+        """Median seconds (verify + bookkeeping) of rounds in which nobody drafted and every row took part.
+
+        None without such a round.
+        """
         seconds = [r.verify_seconds + r.bookkeeping_seconds for r in self.rounds if r.is_plain]
         return median(seconds) if seconds else None
 
@@ -90,14 +93,14 @@ class SpeculationStatistics(SpeculationCounts):
     def round_seconds(self) -> float:
         """Seconds of a mean round in the steady state; nan without rounds.
 
-        Each phase is charged its median over the rounds of the same shape (drafting by its steps, verifying
-        by its width), so that a one-time cost in a few rounds, such as capturing a graph, does not pass for
-        the price of speculation.
+        Each phase is charged its median over the rounds of the same shape (drafting by its steps, verifying by its
+        width, both by the rows in them), so that a one-time cost in a few rounds, such as capturing a graph, does not
+        pass for the price of speculation.
         """
         steady = (
-            _steady_total((r.draft_steps, r.draft_seconds) for r in self.rounds)
-            + _steady_total((r.pass_width, r.verify_seconds) for r in self.rounds)
-            + _steady_total((0, r.bookkeeping_seconds) for r in self.rounds)
+            _steady_total((r.pass_rows, r.draft_steps, r.draft_seconds) for r in self.rounds)
+            + _steady_total((r.pass_rows, r.pass_width, r.verify_seconds) for r in self.rounds)
+            + _steady_total((0, 0, r.bookkeeping_seconds) for r in self.rounds)
         )
         return _ratio(steady, len(self.rounds))
 
@@ -110,9 +113,9 @@ class SpeculationStatistics(SpeculationCounts):
         Plain decoding extends every row by one token per step, so it needs as many steps as the longest
         output has tokens; the rounds are what this call needed for the same texts. Counting both to the end
         of the longest row, instead of averaging tokens per row and round, keeps rows that finish early and
-        wait from passing for speed. A finished row keeps its place in the batch, so a plain step costs the
-        same whichever rows are active. Prefill is left out, and plain decoding is this package's own, not the
-        stock loop.
+        wait from passing for speed. A plain step is priced
+        with all rows in it, since plain `generate` keeps finished rows in the batch. Prefill is left out, and
+        plain decoding is this package's own, not the stock loop.
 
         None when no plain round was measured, or when nobody ever drafted.
         """
@@ -241,6 +244,7 @@ class StatisticsRecorder:
         draft_steps: int,
         pass_width: int,
         times: PhaseTimes,
+        pass_rows: int | None = None,
     ) -> None:
         """Add one round. Sequences have one entry per row; rows that are not active have zeros.
 
@@ -252,12 +256,21 @@ class StatisticsRecorder:
             draft_steps: Forward passes of the draft.
             pass_width: Columns of the target's pass, padding included.
             times: Seconds of the phases.
+            pass_rows: Rows in the target's pass, those included that had finished and still kept their place. None
+                stands for all.
 
         Raises:
             ValueError: If the numbers contradict each other.
         """
         entry = RecordedRound(
-            tuple(drafted), tuple(accepted), tuple(emitted), tuple(active), draft_steps, pass_width, times
+            tuple(drafted),
+            tuple(accepted),
+            tuple(emitted),
+            tuple(active),
+            draft_steps,
+            pass_width,
+            self.rows if pass_rows is None else pass_rows,
+            times,
         )
         check_round(entry, self.rows)
         self._rounds.append(entry)
@@ -328,11 +341,11 @@ def _none_if_nan(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
 
 
-def _steady_total(shapes_and_seconds: Iterable[tuple[int, float]]) -> float:
-    """Seconds of all rounds if each took the median of the rounds of its shape."""
-    groups: dict[int, list[float]] = {}
-    for shape, seconds in shapes_and_seconds:
-        groups.setdefault(shape, []).append(seconds)
+def _steady_total(shapes_and_seconds: Iterable[tuple[int, int, float]]) -> float:
+    """Seconds of all rounds if each took the median of the rounds of its shape, which is two numbers."""
+    groups: dict[tuple[int, int], list[float]] = {}
+    for rows, width, seconds in shapes_and_seconds:
+        groups.setdefault((rows, width), []).append(seconds)
     return math.fsum(len(group) * median(group) for group in groups.values())
 
 

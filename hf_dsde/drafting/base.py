@@ -114,5 +114,9 @@ class Drafter(ABC):
         """
 
     @abstractmethod
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out of forward passes from now on; they have finished."""
+
+    @abstractmethod
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn how many tokens each row drafted in the last proposal, and how many of them were accepted."""

@@ -100,6 +100,10 @@ class ModelDrafter(Drafter):
         """A row can draft until it has filled the draft's context."""
         return None if self._context is None else (self._context - sequences.lengths).clamp_min(0)
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out of the draft's passes."""
+        self._runner.keep_rows(rows)
+
     def propose(self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy) -> CandidateBatch:
         """Draft up to `request.width` tokens, one forward pass each."""
         lengths = request.lengths.to(self._device)
