@@ -6,13 +6,14 @@ under `PACKED_ATTENTION` and is active only inside `packed_attention`, for model
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from hf_dsde import compat
 
@@ -119,15 +120,38 @@ def reproduces_attention(model: PreTrainedModel) -> bool:
     )
 
 
+_holders: dict[int, tuple[int, Any]] = {}
+"""By id of a configuration: how many calls hold packed attention now, and the setting that the last one puts back."""
+_switching = threading.Lock()
+
+
 @contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model` use packed attention inside the `with` block, and restore its settings whatever happens there."""
+    """Let `model` use packed attention inside the `with` block, and restore its settings whatever happens there.
+
+    Blocks of several threads may overlap in any order: the first to enter switches, the last to leave switches back.
+    """
     configs = compat.attention_configs(model.config)
-    settings = [compat.get_attention_setting(config) for config in configs]
+    for config in configs:
+        _hold(config)
     try:
-        for config in configs:
-            compat.set_attention_setting(config, PACKED_ATTENTION)
         yield
     finally:
-        for config, setting in zip(configs, settings, strict=True):
+        for config in configs:
+            _release(config)
+
+
+def _hold(config: PretrainedConfig) -> None:
+    with _switching:
+        count, setting = _holders.get(id(config), (0, compat.get_attention_setting(config)))
+        _holders[id(config)] = (count + 1, setting)
+        compat.set_attention_setting(config, PACKED_ATTENTION)
+
+
+def _release(config: PretrainedConfig) -> None:
+    with _switching:
+        count, setting = _holders.pop(id(config))
+        if count > 1:
+            _holders[id(config)] = (count - 1, setting)
+        else:
             compat.set_attention_setting(config, setting)

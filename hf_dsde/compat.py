@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -36,6 +37,12 @@ def cache_argument(model: PreTrainedModel) -> str:
 def given_cache(model_kwargs: dict[str, Any]) -> Any:
     """Return the cache object that `generate` prepared or the user passed, None when there is none."""
     return next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
+
+
+def prompt_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    """Return the mask of the prompts, `[rows, width]`; since 5.24 `generate` drops it when nothing is padded."""
+    mask: Tensor | None = model_kwargs.get("attention_mask")
+    return torch.ones_like(input_ids) if mask is None else mask
 
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dsde import refusals
+from hf_dsde import compat, refusals
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.loop import Recording, SpeculativeLoop
@@ -95,7 +95,7 @@ def generate_speculatively(
     limit = length_limit(stopping_criteria, generation_config.max_length)
     sequences = SequenceBatch(
         input_ids,
-        model_kwargs.get("attention_mask", torch.ones_like(input_ids)),
+        compat.prompt_mask(input_ids, model_kwargs),
         max_new_tokens=max(limit - input_ids.shape[1], 1),
         scratch=config.max_draft_length + 1,
         pad_token=_scalar(generation_config._pad_token_tensor),

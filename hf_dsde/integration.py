@@ -31,7 +31,9 @@ def _prepare_generation_config(
     policy = kwargs.pop("speculation_policy", None)
     config = kwargs.pop("speculation_config", None)
     prepared, model_kwargs = parent(model, generation_config, **kwargs)
+    refusals.check_hidden_policy(prepared)
     if policy is not None or config is not None:
+        refusals.check_options(generation_config, kwargs)
         setattr(prepared, _SPECULATION, Speculation.of(policy, config))
     return prepared, model_kwargs
 
@@ -187,6 +189,9 @@ def generate(
     `generate` hands a custom method neither the assistant nor the streamer, so the assistant has to be bound:
 
         model.generate(**inputs, custom_generate=functools.partial(hf_dsde.generate, assistant_model=draft))
+
+    A streamer has to be bound the same way *and* passed to `generate`, which puts the prompts. `generate` also loses
+    the `tokenizer` that `stop_strings` need: pass a `StopStringCriteria` in `stopping_criteria` instead.
 
     Args:
         model: The target.

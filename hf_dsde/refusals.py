@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
@@ -19,15 +18,57 @@ UNDERSTOOD_KWARGS = frozenset(
 )
 """What `generate` may hand to the model's `forward` in a call that the loop can serve."""
 
+REPLACED_OPTIONS = {
+    "num_assistant_tokens": "StaticPolicy(num_draft_tokens=...)",
+    "num_assistant_tokens_schedule": "'static' or 'heuristic'",
+    "assistant_confidence_threshold": "ConfidencePolicy(threshold=...)",
+}
+"""Options of stock assisted generation that decide what a policy decides, and the policy that stands for each."""
+
 PLAIN = "Leave out `speculation_policy` to decode it the stock way."
+
+
+def check_options(generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
+    """Refuse options of the call that would do nothing beside a policy.
+
+    Args:
+        generation_config: As the user passed it.
+        options: Keyword arguments of the call.
+
+    Raises:
+        ValueError: If a draft length or a stopping rule was also given the stock way.
+    """
+    for name, policy in REPLACED_OPTIONS.items():
+        value = options.get(name, getattr(generation_config, name, None))
+        if value is not None:
+            _refuse(
+                f"{name}={value!r}",
+                f"the policy decides how much is drafted, so the option would do nothing. Use speculation_policy={policy} "
+                "for it, or leave it out.",
+            )
+
+
+def check_hidden_policy(generation_config: GenerationConfig) -> None:
+    """Refuse a policy inside a generation config, which keeps attributes it does not know and does nothing with them.
+
+    Raises:
+        ValueError: If the config carries an argument that belongs to `generate`.
+    """
+    for name in ("speculation_policy", "speculation_config"):
+        if getattr(generation_config, name, None) is not None:
+            msg = (
+                f"generation_config.{name}={getattr(generation_config, name)!r} does nothing there. Pass {name}=... to "
+                "`generate` itself; SpeculationConfig.save_pretrained keeps settings with a model."
+            )
+            raise ValueError(msg)
 
 
 def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     """Refuse decoding modes that are not greedy or sampled text with one draft model.
 
     Raises:
-        ValueError: For beams, a policy without an assistant, two ways of drafting at once, synchronised GPUs, or a cache of
-            another kind, which `generate` would set up next.
+        ValueError: For beams, a policy without an assistant, two ways of drafting at once, synchronised GPUs, or
+            another kind of cache, which `generate` would set up next.
     """
     if generation_config.num_beams > 1:
         _refuse(
@@ -177,7 +218,7 @@ def _check_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     positions = model_kwargs.get("position_ids")
     if positions is None:
         return
-    mask = model_kwargs.get("attention_mask", torch.ones_like(input_ids)).to(input_ids.device).bool()
+    mask = compat.prompt_mask(input_ids, model_kwargs).to(input_ids.device).bool()
     counted = mask.long().cumsum(dim=1) - 1
     if positions.shape != counted.shape or not bool((positions == counted)[mask].all()):
         _refuse(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,14 +48,26 @@ def ignores_history(processor: LogitsProcessor) -> bool:
 
 
 def processors_on(processors: LogitsProcessorList, device: torch.device) -> LogitsProcessorList:
-    """Return the processors with their tensors on `device`; the given ones are left as they are."""
+    """Return the processors with their tensors and generators on `device`; the given ones are left as they are."""
     moved = []
     for processor in processors:
-        tensors = {name: value.to(device) for name, value in vars(processor).items() if isinstance(value, Tensor)}
         clone = copy.copy(processor)
-        vars(clone).update(tensors)
+        vars(clone).update({name: _moved(value, device) for name, value in vars(processor).items()})
         moved.append(clone)
     return LogitsProcessorList(moved)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return `value` with every tensor in it on `device`, built-in containers searched."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, torch.Generator) and value.device != device:
+        return torch.Generator(device)  # a watermark's, which is seeded before every use
+    if type(value) in (list, tuple):
+        return type(value)(_moved(entry, device) for entry in value)
+    if type(value) is dict:
+        return {key: _moved(entry, device) for key, entry in value.items()}
+    return value
 
 
 class BlockProcessor:
@@ -122,9 +135,27 @@ def _process_with_history(
         step = scores[rows, column]
         prefix = sequences.prefix(length, holds.to(sequences.device)).to(scores.device)
         for processor in processors:
-            step = processor(prefix, step)
+            step = _sparing_other_rows(processor, matters)(prefix, step)
         processed[rows[holds], column[holds]] = step[holds]
     return processed
+
+
+def _sparing_other_rows(processor: LogitsProcessor, matters: list[bool]) -> LogitsProcessor:
+    """Keep a constraint from being asked about rows whose result nobody reads.
+
+    A trie of allowed texts knows no prefix but those of its texts, and transformers raises when it allows nothing. The
+    constraint is asked row by row, in order.
+    """
+    if type(processor) is not logits_process.PrefixConstrainedLogitsProcessor:
+        return processor
+    ask, rows = processor._prefix_allowed_tokens_fn, iter(matters)
+
+    def allowed(batch_id: int, text: Tensor) -> list[int]:
+        return ask(batch_id, text) if next(rows) else [0]
+
+    sparing = copy.copy(processor)
+    sparing._prefix_allowed_tokens_fn = allowed
+    return sparing
 
 
 def choose(scores: Tensor, do_sample: bool) -> tuple[Tensor, Tensor | None]:

@@ -84,8 +84,8 @@ def fetch_smollm2(cache_dir: Path | None = None) -> Path:
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(
-            f"converting {GGUF_NAME} needs the package 'gguf', which is not installed: run 'pip install gguf' "
-            "once. Later loads do not need it."
+            f"converting {GGUF_NAME} needs the package 'gguf', which is not installed: run "
+            "\"pip install 'hf-dsde[demo]'\". Only this first conversion needs it."
         )
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".smollm2-") as scratch_name:
@@ -119,7 +119,8 @@ def load_smollm2(
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     if device is not None:
-        model = model.to(device)
+        # Through the base class: transformers wraps `to` in a way that loses its signature.
+        torch.nn.Module.to(model, device)
     return model.eval(), tokenizer
 
 

@@ -119,7 +119,7 @@ def save_draft(
         "shared_with_target": ["embed_tokens", "lm_head"],
         "target": {
             "name": target_name if target_name is not None else origin["target_name"],
-            "architecture": type(draft).__name__,
+            "architecture": _plain_class(draft).__name__,
             "num_hidden_layers": origin["target_num_hidden_layers"],
             "hidden_size": draft.config.hidden_size,
             "vocab_size": draft.config.vocab_size,
@@ -186,7 +186,7 @@ def embedding_fingerprint(model: PreTrainedModel) -> dict[str, str]:
     Returns:
         The hexadecimal digests by dtype name.
     """
-    weight: torch.Tensor = model.get_input_embeddings().weight
+    weight: Any = model.get_input_embeddings().weight
     step = max(1, -(-weight.shape[0] // FINGERPRINT_ROWS))
     rows = weight.detach()[::step]
     return {
@@ -198,7 +198,7 @@ def embedding_fingerprint(model: PreTrainedModel) -> dict[str, str]:
 def _check_target(target: PreTrainedModel) -> None:
     """Refuse what has not the layout of Llama, or whose layers cannot be copied and trained as they are."""
     name = type(target).__name__
-    body = getattr(target, "model", None)
+    body: Any = getattr(target, "model", None)
     missing = [part for part in ("layers", "embed_tokens", "norm") if not hasattr(body, part)]
     missing += [] if hasattr(target, "lm_head") else ["lm_head"]
     if missing or not hasattr(target.config, "num_hidden_layers"):
@@ -225,9 +225,11 @@ def _check_layers(target: PreTrainedModel, layers: Sequence[int]) -> list[int]:
     return indices
 
 
-def _plain_class(target: PreTrainedModel) -> Any:
-    """The target's class, without a subclass that this package may have put over it."""
-    return next(cls for cls in type(target).__mro__ if not cls.__module__.startswith("hf_dsde"))
+def _plain_class(model: PreTrainedModel) -> Any:
+    """The model's class, without a subclass that this package may have put over it."""
+    return next(
+        cls for cls in type(model).__mro__ if not any(base.__module__.startswith("hf_dsde") for base in cls.__mro__)
+    )
 
 
 def _draft_config(target: PreTrainedModel, indices: list[int]) -> PreTrainedConfig:
@@ -255,6 +257,7 @@ def _storage_aliases(target: PreTrainedModel) -> dict[int, Any]:
 
 def _adopt_config(draft: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Point every copied module at the draft's own config and number the attention layers anew."""
+    module: Any
     for module in draft.modules():
         if isinstance(getattr(module, "config", None), type(config)):
             module.config = config
@@ -318,7 +321,8 @@ def _local_folder(folder: Path | str) -> Path:
 def _place(draft: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | str | None) -> PreTrainedModel:
     """Move and cast a draft in place, leaving the target's storage alone."""
     if device is not None:
-        draft.to(torch.device(device))
+        # Through the base class: transformers wraps `to` in a way that loses its signature.
+        nn.Module.to(draft, device)
     if dtype is not None and dtype != draft.dtype:
         # Parameters only: rotary frequencies are buffers and must stay in float32.
         for parameter in draft.parameters():

@@ -1,0 +1,1 @@
+"""The parts of `distill_draft.py`: prompts, generation of training text, training, evaluation."""

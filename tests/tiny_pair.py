@@ -1,0 +1,30 @@
+"""A tiny pair with a tokenizer, in place of the packaged one, and prompts that its tokenizer can read."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from tiny_models import noisy_copy, tiny_model
+from tiny_text import tiny_tokenizer
+
+from hf_dsde.demo_prompts import DemoPrompt
+from hf_dsde.pairs import Pair
+
+PROMPTS = (
+    DemoPrompt("short", "a"),
+    DemoPrompt("medium", "abcdeHgJk"),
+    DemoPrompt("long", "fedcbaGhIjKlMn" * 3),
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}ab{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}f{% endif %}"
+)
+
+
+def tiny_pair(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Pair:
+    """Return a pair that agrees about half of the time."""
+    target = tiny_model()
+    draft = noisy_copy(target, 0.05)
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return Pair(target.to(dtype), draft.to(dtype), tokenizer)
