@@ -161,7 +161,7 @@ def main(
     generate_minutes: Annotated[float, typer.Option(help="Longest time for generating text.")] = 10.0,
     train_minutes: Annotated[float, typer.Option(help="Planned training time; the learning rate ends there.")] = 15.0,
     train_steps: Annotated[int | None, typer.Option(help="Planned steps, instead of a time.")] = None,
-    stop_after_minutes: Annotated[float, typer.Option(help="Save a checkpoint and stop this run then.")] = math.inf,
+    stop_after_minutes: Annotated[float, typer.Option(help="Stop training then, with a checkpoint.")] = math.inf,
     invent: Annotated[int, typer.Option(help="Messages, and articles, that the target invents.")] = 6144,
     batch_size: Annotated[int, typer.Option(help="Rows generated at a time.")] = 1024,
     prompt_tokens: Annotated[int, typer.Option(help="Longest training prompt.")] = 384,

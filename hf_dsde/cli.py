@@ -90,6 +90,9 @@ def demo_command(
         def on_step(description: str) -> None:
             # Advancing when a step begins would count it before it is done.
             progress.update(task, description=description, advance=int(progress.tasks[0].description != "starting"))
+            if not console.is_terminal:
+                # A log file shows no moving bar, and minutes of silence look like a hang.
+                console.print(description, style="dim")
 
         result = demo.run_demo(options, pairs.load_packaged_pair, on_step)
         progress.update(task, description="done", advance=1)

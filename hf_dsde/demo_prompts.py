@@ -1,7 +1,8 @@
-"""The eight requests of the demo: different kinds, lengths from six words to a page, all written for it.
+"""The eight requests of the demo: different kinds, short to long, all written for it.
 
 Mixed on purpose: a draft follows code and arithmetic well and free text badly, so one batch shows rows that accept
-long drafts next to rows that accept none.
+long drafts next to rows that accept none. The longest stays below 200 tokens, since plain `generate` pads all rows to
+it and a CPU feels that.
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ the motorway. The council will decide in June whether to repair the bridge for a
 a new one two hundred metres upstream, which would take four years."""
 
 _HANDBOOK = """\
-Lending. Members may borrow up to four tools at a time for two weeks. A loan can be extended once by another week unless
-somebody has asked for the tool. Power tools need a short introduction by a volunteer before they are lent for the
-first time; the volunteer notes it on the member's card, and it holds for all tools of that class.
+Lending. Members may borrow up to four tools at a time for two weeks. Power tools need a short introduction by a
+volunteer before they are lent for the first time; it holds for all tools of that class.
 
-Returning. Tools come back clean and dry. Whoever breaks a tool tells us so when returning it; we repair what can be
-repaired, and ask for half of the price of what cannot. A tool that is late by more than three days costs one coin a
-day. Batteries are returned charged, because the next member may need them within the hour.
+Returning. Tools come back clean and dry. Whoever breaks a tool tells us so; we ask for half of the price of what cannot
+be repaired. Batteries are returned charged.
 
 Safety. Goggles lie in the green box beside the door and are lent with every saw and grinder. Nobody under sixteen
-borrows a power tool. If a tool smells burnt, sparks or stops, pull the plug, leave it as it is and bring it back."""
+borrows a power tool."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class _Round:
     candidates: CandidateBatch
     logits: Tensor
     scores: Tensor
-    verdict: verification.Verdict
+    verified: verification.VerifiedBlock
     kept: Tensor
     ended: Tensor
 
@@ -141,13 +141,13 @@ class SpeculativeLoop:
         self._clock.mark()
         logits = self._run_target(candidates, request)
         scores = self._process(logits, self._sequences, self._columns(candidates, request))
-        verdict = self._verify(scores, candidates)
+        verified = self._verify(scores, candidates)
         self._clock.mark()
-        new_tokens = _block(candidates.tokens, verdict)
-        counts = torch.where(request.active, verdict.accepted + 1, 0)
+        new_tokens = _block(candidates.tokens, verified)
+        counts = torch.where(request.active, verified.accepted + 1, 0)
         kept, ended = self._stopping.cut(new_tokens, counts)
         self._sequences.append(new_tokens, kept)
-        done = _Round(request, candidates, logits, scores, verdict, kept, ended)
+        done = _Round(request, candidates, logits, scores, verified, kept, ended)
         self._policy.observe(self._outcome(done))
         lengths = self._bounded(self._policy.draft_lengths(), request.active & ~ended)
         return self._request(lengths, self._settle(done, lengths))
@@ -175,7 +175,7 @@ class SpeculativeLoop:
         lengths = candidates.lengths.tolist()
         return [length + 1 if active else 0 for length, active in zip(lengths, request.active_rows, strict=True)]
 
-    def _verify(self, scores: Tensor, candidates: CandidateBatch) -> verification.Verdict:
+    def _verify(self, scores: Tensor, candidates: CandidateBatch) -> verification.VerifiedBlock:
         if candidates.probs is None:
             target_tokens, _ = choose(scores, do_sample=False)
             return verification.greedy(target_tokens, candidates.tokens, candidates.lengths)
@@ -190,7 +190,7 @@ class SpeculativeLoop:
             kld = signals.kl_divergence(done.logits[:, : candidates.width], candidates.logits)
         return RoundOutcome(
             drafted=candidates.lengths,
-            accepted=done.verdict.accepted,
+            accepted=done.verified.accepted,
             active=done.request.active,
             kld=kld,
             entropy=candidates.entropy,
@@ -210,7 +210,9 @@ class SpeculativeLoop:
     def _settle(self, done: _Round, lengths: Tensor) -> list[int]:
         """Bring the round to the host, end rows, hand out what became certain; return the next lengths' host copy."""
         sequences, candidates = self._sequences, done.candidates
-        fetched = _fetch(sequences.generated, done.kept, done.ended, done.verdict.accepted, candidates.lengths, lengths)
+        fetched = _fetch(
+            sequences.generated, done.kept, done.ended, done.verified.accepted, candidates.lengths, lengths
+        )
         generated, emitted, ended, accepted, drafted, next_lengths = fetched
         sequences.synchronise(generated)
         self._drafter.observe(drafted, accepted)
@@ -282,10 +284,10 @@ class SpeculativeLoop:
         )
 
 
-def _block(draft_tokens: Tensor, verdict: verification.Verdict) -> Tensor:
+def _block(draft_tokens: Tensor, verified: verification.VerifiedBlock) -> Tensor:
     """Put each row's next token behind its accepted draft tokens, `[rows, width + 1]`, int64."""
     room = torch.nn.functional.pad(draft_tokens, (0, 1))
-    return room.scatter(1, verdict.accepted[:, None], verdict.next_tokens[:, None])
+    return room.scatter(1, verified.accepted[:, None], verified.next_tokens[:, None])
 
 
 def _fetch(*per_row: torch.Tensor) -> list[list[int]]:

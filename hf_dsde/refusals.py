@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -43,8 +44,8 @@ def check_options(generation_config: GenerationConfig | None, options: dict[str,
         if value is not None:
             _refuse(
                 f"{name}={value!r}",
-                f"the policy decides how much is drafted, so the option would do nothing. Use speculation_policy={policy} "
-                "for it, or leave it out.",
+                "the policy decides how much is drafted, so the option would do nothing. Use "
+                f"speculation_policy={policy} for it, or leave it out.",
             )
 
 
@@ -206,11 +207,17 @@ def check_call(
                 f"logits processor {type(processor).__name__}",
                 "it remembers its last call, so it cannot judge several positions at once. " + PLAIN,
             )
-    others = sorted(name for name, v in model_kwargs.items() if v is not None and name not in UNDERSTOOD_KWARGS)
+    given = {name for name, v in model_kwargs.items() if v is not None and not _is_empty_mapping(v)}
+    others = sorted(given - UNDERSTOOD_KWARGS)
     if others:
         _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
     _check_positions(input_ids, model_kwargs)
     _check_rotary_scaling(model, generation_config.max_length)
+
+
+def _is_empty_mapping(value: Any) -> bool:
+    """Whether this says nothing: a call with text alone carries an empty mapping of the other kinds of input."""
+    return isinstance(value, Mapping) and not value
 
 
 def _check_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:

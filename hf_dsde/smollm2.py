@@ -38,6 +38,8 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER_NAME = "SmolLM2-135M-Instruct"
 CACHE_VARIABLE = "HF_DSDE_CACHE"
+# Raised whenever the converted folder changes, so that folders of older versions are made anew.
+CONVERSION_VERSION = 1
 MANIFEST_NAME = "hf_dsde_source.json"
 END_OF_TURN = "<|im_end|>"
 
@@ -82,7 +84,7 @@ def fetch_smollm2(cache_dir: Path | None = None) -> Path:
     folder = root / FOLDER_NAME
     if _is_complete(folder):
         return folder
-    if importlib.util.find_spec("gguf") is None:
+    if not _has_gguf():
         raise ImportError(
             f"converting {GGUF_NAME} needs the package 'gguf', which is not installed: run "
             "\"pip install 'hf-dsde[demo]'\". Only this first conversion needs it."
@@ -124,13 +126,18 @@ def load_smollm2(
     return model.eval(), tokenizer
 
 
+def _has_gguf() -> bool:
+    """Whether transformers can read a GGUF file."""
+    return importlib.util.find_spec("gguf") is not None
+
+
 def _is_complete(folder: Path) -> bool:
     """Whether `folder` is a finished conversion of the expected GGUF, its files still as long as they were."""
     manifest_file = folder / MANIFEST_NAME
     if not manifest_file.is_file():
         return False
     manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
-    if manifest.get("gguf_sha256") != GGUF_SHA256:
+    if manifest.get("gguf_sha256") != GGUF_SHA256 or manifest.get("conversion_version") != CONVERSION_VERSION:
         return False
     sizes: dict[str, int] = manifest["file_sizes"]
     # Hashing half a gigabyte at every load would cost as much as the load; a cut-off file shows in its length.
@@ -198,8 +205,12 @@ def _convert(gguf_folder: Path, converted: Path) -> Path:
     )
     _without_quantizer(quantised, tokenizer).save_pretrained(converted)
     tokenizer.save_pretrained(converted)
-    sizes = {file.name: file.stat().st_size for file in sorted(converted.iterdir())}
-    manifest = {"package": f"{PACKAGE}=={VERSION}", "gguf_sha256": GGUF_SHA256, "file_sizes": sizes}
+    manifest = {
+        "package": f"{PACKAGE}=={VERSION}",
+        "gguf_sha256": GGUF_SHA256,
+        "conversion_version": CONVERSION_VERSION,
+        "file_sizes": {file.name: file.stat().st_size for file in sorted(converted.iterdir())},
+    }
     (converted / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     return converted
 

@@ -93,7 +93,8 @@ class Stopping:
         if self.pads_ended_rows:
             return [end is not None for end in self.ends]
         width = self.width()
-        return [width is not None and count >= width for count in self._sequences.generated_counts]
+        enough = self._sequences.max_new_tokens if width is None else width
+        return [count >= enough for count in self._sequences.generated_counts]
 
     def width(self) -> int | None:
         """Return the number of steps of the whole batch, None while a row has not ended."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Verdict(NamedTuple):
+class VerifiedBlock(NamedTuple):
     """What a target pass says about a block of draft tokens.
 
     Attributes:
@@ -38,7 +38,7 @@ def leading_run(stands: torch.Tensor, lengths: Tensor) -> Tensor:
     return (stands & inside).long().cumprod(dim=1).sum(dim=1)
 
 
-def greedy(target_tokens: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Verdict:
+def greedy(target_tokens: Tensor, draft_tokens: Tensor, lengths: Tensor) -> VerifiedBlock:
     """Accept draft tokens as long as they are the target's own choice.
 
     Args:
@@ -47,10 +47,12 @@ def greedy(target_tokens: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Verd
         lengths: Tokens that each row drafted, `[rows]`, int64, 0 to width.
     """
     accepted = leading_run(draft_tokens == target_tokens[:, :-1], lengths)
-    return Verdict(accepted, target_tokens.gather(1, accepted[:, None])[:, 0])
+    return VerifiedBlock(accepted, target_tokens.gather(1, accepted[:, None])[:, 0])
 
 
-def speculative_sampling(target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Verdict:
+def speculative_sampling(
+    target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, lengths: Tensor
+) -> VerifiedBlock:
     """Accept or replace draft tokens so that the output follows the target's distribution exactly.
 
     Token x drawn from q is accepted with probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw
@@ -69,7 +71,7 @@ def speculative_sampling(target_probs: Tensor, draft_probs: Tensor, draft_tokens
     q = draft_probs.gather(2, index)[:, :, 0]
     accepted = leading_run(torch.rand_like(p) * q < p, lengths)
     leftover = residual_distribution(target_probs, draft_probs, accepted, lengths)
-    return Verdict(accepted, torch.multinomial(leftover, num_samples=1)[:, 0])
+    return VerifiedBlock(accepted, torch.multinomial(leftover, num_samples=1)[:, 0])
 
 
 def residual_distribution(target_probs: Tensor, draft_probs: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-scaled-by-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2-reordered": ("gpt2", {"reorder_and_upcast_attn": True}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 16}),
-    "gemma2-without-softcapping": ("gemma2", {"attn_logit_softcapping": None, "attn_implementation": "sdpa"}),
+    "gemma2-without-softcapping": ("gemma2", {"attn_logit_softcapping": None}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-no-shared-kv-heads": ("llama", {"num_key_value_heads": 4}),
 }

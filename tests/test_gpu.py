@@ -15,6 +15,8 @@ from tests.tiny_policies import RandomLengths
 
 pytestmark = [
     pytest.mark.gpu,
+    # Tiny models lose time by speculation; that is no finding here.
+    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 CUDA = torch.device("cuda", 0)

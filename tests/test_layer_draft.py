@@ -160,7 +160,7 @@ def test_another_shape_is_refused_by_name(tmp_path, change):
 
 def test_another_architecture_is_refused_by_name(tmp_path):
     save_draft(initialise_draft(tiny_model(), [0]), tmp_path)
-    with pytest.raises(ValueError, match="LlamaForCausalLM.*Qwen2ForCausalLM"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*Qwen2ForCausalLM"):
         load_draft(tmp_path, tiny_model("qwen2"))
 
 

@@ -186,7 +186,7 @@ class StopWhenUnsure(StoppingCriteria):
     """Reads the scores that `generate` hands to criteria when it collects them."""
 
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...], **kwargs: Any) -> Tensor:
-        return scores[-1].softmax(dim=-1).amax(dim=-1) < 0.35
+        return scores[-1].softmax(dim=-1).amax(dim=-1) < 0.075
 
 
 def test_criteria_see_the_scores_of_the_step() -> None:

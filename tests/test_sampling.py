@@ -119,9 +119,7 @@ class RaggedState:
         self.full = torch.cat([self.inputs["input_ids"], behind], dim=1)
         self.generated = torch.randint(0, NEW_TOKENS, (ROWS,), generator=generator).tolist()
         self.generated[seed % ROWS] = 0
-        self.sequences = SequenceBatch(
-            **self.inputs, max_new_tokens=NEW_TOKENS, scratch=WIDTH + 1, pad_token=PAD
-        )
+        self.sequences = SequenceBatch(**self.inputs, max_new_tokens=NEW_TOKENS, scratch=WIDTH + 1, pad_token=PAD)
         self.sequences.append(behind[:, :NEW_TOKENS], torch.tensor(self.generated))
         self.sequences.synchronise(self.generated)
         self.sequences.write_behind(
@@ -183,7 +181,9 @@ def test_processors_do_not_remember_their_last_call(options: dict[str, Any]) -> 
 def test_rows_that_are_done_are_left_out() -> None:
     """A finished row has no column, and a processor that would choke on scores of nobody is not asked about them."""
     state = RaggedState(0)
-    scores = BlockProcessor(processors_of(state, {"no_repeat_ngram_size": 2}))(state.logits, state.sequences, [0] * ROWS)
+    scores = BlockProcessor(processors_of(state, {"no_repeat_ngram_size": 2}))(
+        state.logits, state.sequences, [0] * ROWS
+    )
     assert torch.equal(scores, state.logits)
 
 
@@ -236,14 +236,14 @@ def test_greedy_text_is_that_of_plain_generate(name: str) -> None:
 def test_a_forced_beginning_follows_prompts_of_one_token() -> None:
     inputs, options = ragged_batch([1, 1, 1]), {"max_new_tokens": 12, "forced_bos_token_id": BOS}
     plain = TARGET.generate(**inputs, **options)
-    speculative = TARGET.generate(
-        **inputs, assistant_model=DRAFT, speculation_policy=RandomLengths(4), **options
-    )
+    speculative = TARGET.generate(**inputs, assistant_model=DRAFT, speculation_policy=RandomLengths(4), **options)
     assert plain[:, 1].tolist() == [BOS] * 3
     assert torch.equal(speculative, plain)
 
 
-@pytest.mark.parametrize("options", ["repetition penalty", "allowed tokens", "by row", "no repeated n-grams of the prompt"])
+@pytest.mark.parametrize(
+    "options", ["repetition penalty", "allowed tokens", "by row", "no repeated n-grams of the prompt"]
+)
 def test_settings_per_row_follow_several_sequences_per_prompt(options: str) -> None:
     inputs = ragged_batch([3, 7], seed=0)
     arguments = {"max_new_tokens": 12, "num_return_sequences": 2, "do_sample": True, "top_k": 1}

@@ -37,8 +37,8 @@ from hf_dsde.sequences import SequenceBatch
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 RIGHT, WRONG = 1e-4, 1e-6
-"""A right decoder's p-value lies above the first, a wrong one's below the second. Seeds are fixed, so that a test always
-passes or always fails."""
+"""A right decoder's p-value lies above the first, a wrong one's below the second. Seeds are fixed, so that a test
+always passes or always fails."""
 ROWS = 4096
 PAD = 0
 PROMPTS = torch.tensor([[PAD, 3, 1], [1, 1, 3]])
@@ -201,6 +201,12 @@ def test_the_law_holds_six_tokens_deep(name: str) -> None:
     assert p_value(make_policy(name), options, depth=6, new_tokens=8, rows=4096) > RIGHT
 
 
+@pytest.mark.parametrize("vocabulary", [4, 7])
+def test_a_draft_whose_vocabulary_is_padded_differently_keeps_the_law(vocabulary: int) -> None:
+    options = {"top_k": 4, "temperature": 1.3}
+    assert p_value(make_policy("static"), options, draft=toy_model(vocabulary)) > RIGHT
+
+
 # Decoders that are wrong on purpose, each in a way that somebody has shipped or is tempted to ship.
 
 Propose = Callable[..., CandidateBatch]
@@ -268,12 +274,12 @@ def add_to_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """p / (q + epsilon), with an epsilon that shows."""
     original = verification.speculative_sampling
 
-    def rule(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, lengths: Tensor) -> verification.Verdict:
+    def rule(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, lengths: Tensor) -> verification.VerifiedBlock:
         q = draft_probs.gather(2, tokens[:, :, None])
         raised = draft_probs.scatter(2, tokens[:, :, None], q + 0.1)
         accepted = original(target_probs, raised, tokens, lengths).accepted
         leftover = verification.residual_distribution(target_probs, draft_probs, accepted, lengths)
-        return verification.Verdict(accepted, torch.multinomial(leftover, num_samples=1)[:, 0])
+        return verification.VerifiedBlock(accepted, torch.multinomial(leftover, num_samples=1)[:, 0])
 
     monkeypatch.setattr(verification, "speculative_sampling", rule)
 

@@ -191,9 +191,7 @@ def test_leading_run_counts_until_the_first_failure(data: st.DataObject) -> None
     width = data.draw(st.integers(0, 5))
     rows = data.draw(st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=1, max_size=4))
     lengths = [data.draw(st.integers(0, width)) for _ in rows]
-    expected = [
-        len(list(itertools.takewhile(bool, row[:length]))) for row, length in zip(rows, lengths, strict=True)
-    ]
+    expected = [len(list(itertools.takewhile(bool, row[:length]))) for row, length in zip(rows, lengths, strict=True)]
     stands = torch.tensor(rows, dtype=torch.bool).reshape(len(rows), width)
     assert leading_run(stands, torch.tensor(lengths)).tolist() == expected
 
