@@ -114,6 +114,11 @@ class SpeculativeLoop:
         self._times: PhaseTimes | None = None
         self._rounds = 0
 
+    @property
+    def probes_cost(self) -> bool:
+        """Whether one round of this call runs without drafts, so that its statistics can judge what drafting brings."""
+        return self._config.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
+
     def run(self) -> tuple[Tensor, list[int], SpeculationStatistics]:
         """Generate until every row has ended.
 
@@ -238,11 +243,7 @@ class SpeculativeLoop:
         """Ask for `lengths`, of the rows that go on; of none in the round that measures a plain step."""
         going_on = [not finished for finished in self._stopping.finished()]
         self._drop_finished_rows(going_on)
-        probes = (
-            self._config.cost_probe
-            and self._rounds == COST_PROBE_ROUND
-            and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
-        )
+        probes = self.probes_cost and self._rounds == COST_PROBE_ROUND
         counts = [0 if probes or not on else n for n, on in zip(length_counts, going_on, strict=True)]
         active = torch.tensor(going_on, device=lengths.device)
         lengths = torch.zeros_like(lengths) if probes else torch.where(active, lengths, 0)
