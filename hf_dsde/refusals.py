@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_dsde import attention, compat
@@ -149,12 +156,23 @@ def check_tokenizers(
     """Refuse a draft with another vocabulary, when the tokenizers are there to tell.
 
     Sizes may differ: models of one family pad their vocabularies differently. What counts is that an id below both
-    sizes means the same token to both. Without tokenizers nothing can be compared; the output is exact all the same,
-    and a draft that speaks another language shows in the acceptance rate.
+    sizes means the same token to both. Tokenizers that are not given are looked for where the models came from, on this
+    machine. Without tokenizers nothing can be compared; the output is exact all the same, and a draft that speaks
+    another language shows in the acceptance rate.
+
+    Args:
+        target: The target.
+        draft: The draft.
+        tokenizer: The target's tokenizer; None to look for it.
+        assistant_tokenizer: The draft's tokenizer; None to look for it.
 
     Raises:
         ValueError: If the vocabularies differ; the message names the first differing ids.
     """
+    if tokenizer is None and assistant_tokenizer is None and target.name_or_path == draft.name_or_path:
+        return
+    tokenizer = tokenizer or _tokenizer_at(target.name_or_path)
+    assistant_tokenizer = assistant_tokenizer or _tokenizer_at(draft.name_or_path)
     if tokenizer is None or assistant_tokenizer is None:
         return
     shared = min(config.get_text_config(decoder=True).vocab_size for config in (target.config, draft.config))
@@ -164,10 +182,23 @@ def check_tokenizers(
     if different:
         examples = ", ".join(f"{i}: {ours.get(i)!r} against {theirs.get(i)!r}" for i in different[:3])
         _refuse(
-            "assistant_tokenizer",
+            f"assistant_model ({type(draft).__name__})",
             f"{len(different)} token ids differ from the target's tokenizer ({examples}). Use a draft of the same "
-            "tokenizer; for others, transformers' own assisted generation translates at batch size 1.",
+            "tokenizer, or pass tokenizer and assistant_tokenizer if the wrong ones were compared; for other pairs, "
+            "transformers' own assisted generation translates at batch size 1.",
         )
+
+
+@functools.cache
+def _tokenizer_at(name_or_path: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that lies beside a model on this machine, None when there is none."""
+    if not name_or_path:
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True)
+    except (OSError, ValueError, ImportError):  # none there, none of a known kind, or a package it needs is missing
+        return None
+    return tokenizer
 
 
 def check_call(

@@ -225,7 +225,7 @@ def test_memory_is_flat_over_many_calls(policy: str) -> None:
         speculative(target, draft, inputs, policy, max_new_tokens=2)
     tensors = _live_tensors()
     objects = len(gc.get_objects())
-    for _ in range(150):
+    for _ in range(300):
         speculative(target, draft, inputs, policy, max_new_tokens=2)
     assert _live_tensors() == tensors
-    assert len(gc.get_objects()) - objects < 100, "less than one object per call"
+    assert len(gc.get_objects()) - objects < 100, "less than one object in three calls"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import transformers
 from tiny_models import VOCABULARY, WINDOW, noisy_copy, ragged_batch, tiny_model
 from tiny_text import tiny_tokenizer
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import SynthIDTextWatermarkingConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
@@ -328,6 +329,19 @@ def test_tokenizers_of_different_sizes_are_compared_on_what_both_models_know() -
         assistant=small, tokenizer=tiny_tokenizer(), assistant_tokenizer=tiny_tokenizer(60, swapped=(30, 59))
     )
     assert "2 token ids differ" in message
+
+
+def test_tokenizers_that_lie_beside_the_models_are_compared_unasked(tmp_path: Path) -> None:
+    models = {}
+    for name, swapped in (("target", None), ("same", None), ("other", (20, 41))):
+        tiny_model("llama").save_pretrained(tmp_path / name)
+        tiny_tokenizer(swapped=swapped).save_pretrained(tmp_path / name)
+        models[name] = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+    hf_dsde.enable(models["target"])
+    arguments = {**BATCH, "max_new_tokens": 2, "speculation_policy": "static"}
+    models["target"].generate(**arguments, assistant_model=models["same"])
+    with pytest.raises(ValueError, match="2 token ids differ from the target's tokenizer"):
+        models["target"].generate(**arguments, assistant_model=models["other"])
 
 
 def test_one_tokenizer_alone_is_no_reason_to_refuse() -> None:
