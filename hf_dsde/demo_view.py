@@ -93,8 +93,8 @@ def _sentences(result: DemoResult, dtype_result: DtypeResult) -> list[Renderable
     if result.options.device.type == "cpu":
         sentences.append(
             Text(
-                "A CPU's time grows with the tokens in a pass, so checking drafted tokens is not nearly free here, as it "
-                "is on a GPU whose passes wait for memory: gains are smaller, and can be losses.",
+                "A CPU's time grows with the tokens in a pass, so checking drafted tokens is not nearly free here, as "
+                "it is on a GPU whose passes wait for memory: gains are smaller, and can be losses.",
                 style="dim",
             )
         )

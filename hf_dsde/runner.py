@@ -66,6 +66,20 @@ class BlockBuffers:
         self.positions = torch.full((rows, width), -1, dtype=torch.long, device=device)
         self.position_ids = torch.zeros(rows, width, dtype=torch.long, device=device)
         self.masks: dict[str, Tensor] = {}
+        self._last_columns: dict[int, Tensor] = {}
+
+    def last_columns(self, count: int) -> int | Tensor:
+        """Return what `logits_to_keep` has to be for the last `count` columns.
+
+        A number would make the model slice its hidden states, and a slice is not contiguous: torch then multiplies it
+        with the head as a batch, for which it copies the head's weights once per row. An index makes a small copy.
+        """
+        width = self.tokens.shape[1]
+        if count == width:
+            return 0
+        if count not in self._last_columns:
+            self._last_columns[count] = torch.arange(width - count, width, device=self.tokens.device)
+        return self._last_columns[count]
 
     def fill(self, tokens: Tensor, positions: Tensor) -> None:
         """Copy a block into the buffers, right-aligned: its last column is the bucket's last column."""
@@ -197,7 +211,7 @@ class EagerRunner(ModelRunner):
         masks = buffers.masks
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
-            arguments["logits_to_keep"] = keep
+            arguments["logits_to_keep"] = buffers.last_columns(keep)
         output = self.model(
             input_ids=buffers.tokens,
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
