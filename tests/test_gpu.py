@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_models import AGREEMENT, FAMILIES, PAD, noisy_copy, ragged_batch, random_lengths, tiny_model
+from tiny_policies import RandomLengths
 
 import hf_dsde
 from hf_dsde.divergence import Verdict, compare_outputs
-from tests.tiny_models import AGREEMENT, FAMILIES, PAD, noisy_copy, ragged_batch, random_lengths, tiny_model
-from tests.tiny_policies import RandomLengths
 
 pytestmark = [
     pytest.mark.gpu,
