@@ -51,6 +51,22 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
+def packed_mask(visible: Tensor, shared: int, dtype: torch.dtype) -> Tensor:
+    """Return the mask of a query block in which `shared` query heads lie behind each other.
+
+    It is of the kind that is added to scores, into which torch would turn a boolean one anew in every layer.
+
+    Args:
+        visible: `[rows, 1, width, view]`, bool.
+        shared: Query heads per key-value head.
+        dtype: That of the queries.
+
+    Returns:
+        `[rows, 1, shared * width, view]`, of `dtype`.
+    """
+    return additive_mask(visible, dtype).repeat(1, 1, shared, 1)
+
+
 def packed_gqa_attention(
     module: nn.Module,
     query: Tensor,
@@ -72,7 +88,8 @@ def packed_gqa_attention(
         query: `[rows, heads, width, head_dim]`.
         key: `[rows, key_value_heads, view, head_dim]`.
         value: `[rows, key_value_heads, view, value_head_dim]`.
-        attention_mask: `[rows, 1, width, view]`, bool.
+        attention_mask: `[rows, 1, width, view]`, bool or added to the scores; or already packed, as `packed_mask`
+            makes it once for all layers.
         scaling: Factor of the scores; `head_dim ** -0.5` when None.
         dropout: Dropout probability of the attention weights.
         **kwargs: What the model passes to any attention function. Score modifications are refused.
@@ -95,7 +112,11 @@ def packed_gqa_attention(
     key_value_heads = key.shape[1]
     shared = heads // key_value_heads
     packed = query.reshape(rows, key_value_heads, shared * width, query.shape[-1])
-    mask = attention_mask.repeat(1, 1, shared, 1) if shared > 1 else attention_mask
+    mask = attention_mask
+    if mask.shape[2] != packed.shape[2]:  # not packed, or for layers that share their key-value heads otherwise
+        mask = mask[:, :, :width].repeat(1, 1, shared, 1)
+    if mask.dtype is not torch.bool:
+        mask = mask.to(query.dtype)
     output = nn.functional.scaled_dot_product_attention(
         packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )

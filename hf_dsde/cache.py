@@ -62,9 +62,10 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self._states()
-        index = self.plan.slots_on(key_states.device)[:, None, :, None]
-        keys.scatter_(2, index.expand_as(key_states), key_states)
-        values.scatter_(2, index.expand_as(value_states), value_states)
+        # Indexing, not `scatter_`: the latter took 15 times as long for bfloat16 on a CPU.
+        place = self.plan.place_on(key_states.device)
+        keys.transpose(1, 2)[place] = key_states.transpose(1, 2)
+        values.transpose(1, 2)[place] = value_states.transpose(1, 2)
         return keys[:, :, : self.plan.view], values[:, :, : self.plan.view]
 
     def grow(self, capacity: int) -> None:
@@ -107,18 +108,20 @@ class WritePlan:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.view = 0
-        self._slots: dict[torch.device, Tensor] = {}
+        self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def aim(self, slots: Tensor, view: int) -> None:
         """Set the slots `[rows, width]`, int64, of the next block's tokens and the view its queries get."""
-        self._slots = {slots.device: slots}
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        self._places = {slots.device: (rows, slots)}
         self.view = view
 
-    def slots_on(self, device: torch.device) -> Tensor:
-        """Return the slots on `device`; layers of one model may live on several."""
-        if device not in self._slots:
-            self._slots[device] = next(iter(self._slots.values())).to(device)
-        return self._slots[device]
+    def place_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the block's row and slot indices on `device`; layers of one model may live on several."""
+        if device not in self._places:
+            rows, slots = next(iter(self._places.values()))
+            self._places[device] = (rows.to(device), slots.to(device))
+        return self._places[device]
 
 
 class RaggedCache(Cache):

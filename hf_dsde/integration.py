@@ -107,7 +107,7 @@ class _Enabled:
 
 def _own_class(model: Any) -> Any:
     """Return the class that an enabled model had before."""
-    return type(model).__bases__[1]
+    return model._hf_dsde_own_class
 
 
 def _new_enabled(model_class: Any) -> Any:
@@ -119,8 +119,9 @@ def _new_enabled(model_class: Any) -> Any:
 def enabled_class(model_class: Any) -> Any:
     """Return the subclass of `model_class` whose `generate` knows `speculation_policy`."""
     methods = {name: _override(getattr(model_class, name), method) for name, method in _OVERRIDES.items()}
-    names = {"__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
-    return type(model_class.__name__, (_Enabled, model_class), {**methods, **names, "__doc__": model_class.__doc__})
+    copied = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    attributes = {**methods, **copied, "_hf_dsde_own_class": model_class}
+    return type(model_class.__name__, (_Enabled, model_class), attributes)
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
@@ -148,9 +149,20 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `enable`. Does nothing to a model that was not enabled."""
+    """Undo `enable`. Does nothing to a model that was not enabled.
+
+    Raises:
+        TypeError: If something else has changed the model's class since, as FSDP's `fully_shard` does.
+    """
     if isinstance(model, _Enabled):
-        model.__class__ = _own_class(model)
+        own_class = _own_class(model)
+        if type(model) is not enabled_class(own_class):
+            msg = (
+                f"model: its class {type(model).__name__} was derived from the enabled one by something else; undo "
+                "that first, or leave the model enabled: calls without `speculation_policy` go the stock way."
+            )
+            raise TypeError(msg)
+        model.__class__ = own_class
     return model
 
 

@@ -106,7 +106,11 @@ class ModelRunner(ABC):
         self.live_rows = list(range(rows))
         self.device = model.device
         self.packed = config.packed_attention and attention.reproduces_attention(model)
-        self.cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, capacity)
+        text_config = model.config.get_text_config(decoder=True)
+        self.cache = RaggedCache(text_config.num_hidden_layers, capacity)
+        heads = text_config.num_attention_heads
+        # Masks are packed for this many heads; a layer that shares otherwise packs for itself.
+        self._shared_heads = heads // (getattr(text_config, "num_key_value_heads", None) or heads)
         self._config = config
         self._width_buckets = config.width_buckets or WIDTH_BUCKETS
         self._kinds = attention_kinds(model)
@@ -167,6 +171,7 @@ class ModelRunner(ABC):
             positions = torch.arange(start, end, device=tokens.device).expand(self.rows, -1)
             positions = positions.masked_fill(positions >= lengths[:, None], -1)
             self.forward(tokens[:, start:end], positions, longest=end, keep=1)
+        self._buffers.clear()  # a prompt's are large, and their shapes will not come again
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out from now on: `forward` still takes and returns the whole batch, but runs these.
@@ -188,16 +193,20 @@ class ModelRunner(ABC):
         """Write the masks of the buffered block; they keep their storage as long as the view keeps its bucket."""
         for kind in self._kinds:
             visible = attention.visible_slots(buffers.positions, view, kind.window)
-            mask = visible if self._takes_boolean_mask else attention.additive_mask(visible, self.model.dtype)
+            mask = self._mask(visible)
             held = buffers.masks.get(kind.kind)
             if held is not None and held.shape == mask.shape:
                 held.copy_(mask)
             else:
                 buffers.masks[kind.kind] = mask
 
-    @property
-    def _takes_boolean_mask(self) -> bool:
-        return self.packed or self.model.config._attn_implementation != "eager"
+    def _mask(self, visible: Tensor) -> Tensor:
+        """Bring a boolean mask into the form that the model's attention takes."""
+        if self.packed:
+            return attention.packed_mask(visible, self._shared_heads, self.model.dtype)
+        if self.model.config._attn_implementation == "eager":
+            return attention.additive_mask(visible, self.model.dtype)
+        return visible
 
     @abstractmethod
     def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:

@@ -179,6 +179,13 @@ def test_an_enabled_model_passes_for_what_it_is() -> None:
     assert repr(target) == repr(untouched())
 
 
+def test_disabling_stops_at_what_something_else_did_to_the_class() -> None:
+    model = hf_dsde.enable(tiny_model())
+    model.__class__ = type("Sharded", (type(model),), {})
+    with pytest.raises(TypeError, match="Sharded was derived from the enabled one"):
+        hf_dsde.disable(model)
+
+
 def test_only_models_that_generate_can_be_enabled() -> None:
     with pytest.raises(TypeError, match="model: Linear has no transformers `generate`; pass the causal language"):
         hf_dsde.enable(torch.nn.Linear(2, 2))

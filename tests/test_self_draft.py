@@ -171,7 +171,8 @@ def test_a_drifting_draft_cache_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
     def drifting(drafter: Any, drafted: list[int], accepted: list[int]) -> None:
         for row, length in enumerate(drafter._caught_up):
-            drafter._cached[row] = length + accepted[row]
+            if length is not None:
+                drafter._cached[row] = length + accepted[row]
         drafter._caught_up = []
 
     monkeypatch.setattr(ModelDrafter, "observe", drifting)
