@@ -84,8 +84,8 @@ def _sentences(result: DemoResult, dtype_result: DtypeResult) -> list[Renderable
         if plain and draft_step is not None:
             sentence += (
                 f" Measured: a draft step costs {draft_step / plain:.2f} of a plain target step and a whole round "
-                f"{statistics.round_seconds / plain:.2f}, which the {statistics.block_efficiency:.2f} tokens per row "
-                "and round have to earn."
+                f"{statistics.round_seconds / plain:.2f}, in which the longest row gains "
+                f"{statistics.plain_steps / len(statistics.rounds):.2f} tokens."
             )
         sentences.append(Text(sentence))
         if method.comparison is not None and not method.comparison.is_exact:
