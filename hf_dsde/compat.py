@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument of `forward`, newest first: `cache` since 5.24, `past_key_values` before."""
@@ -79,8 +78,3 @@ def get_attention_setting(config: PretrainedConfig) -> Any:
 def set_attention_setting(config: PretrainedConfig, value: Any) -> None:
     """Store an attention implementation in `config` alone: the public setter would touch nested ones as well."""
     config.__dict__["_attn_implementation_internal"] = value
-
-
-def output_fields(output: GenerateDecoderOnlyOutput) -> dict[str, torch.Tensor]:
-    """Return the fields of a `generate` output that are set, without the cache, whose name differs by version."""
-    return {name: value for name, value in output.items() if name not in CACHE_ARGUMENTS}

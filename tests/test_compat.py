@@ -109,9 +109,3 @@ def test_attention_settings_of_nested_configurations_are_found() -> None:
     for index, config in enumerate(found):
         compat.set_attention_setting(config, "eager" if index else "sdpa")
     assert [config._attn_implementation for config in found] == ["sdpa"] + ["eager"] * (len(found) - 1)
-
-
-def test_output_fields_leave_the_cache_out() -> None:
-    model = tiny_model("llama")
-    output = model.generate(**ragged_batch((3,)), max_new_tokens=2, return_dict_in_generate=True, output_scores=True)
-    assert sorted(compat.output_fields(output)) == ["scores", "sequences"]

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from small_batch import ARGUMENTS, BATCH, NEW_TOKENS, draft, model, plain_text, untouched
 from tiny_models import PAD, VOCABULARY, noisy_copy, ragged_batch, tiny_model
 from tiny_policies import RandomLengths
 from tiny_text import StopsRowOn, tiny_tokenizer
@@ -32,31 +33,6 @@ from hf_dsde import SpeculationConfig
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
-
-NEW_TOKENS = 12
-BATCH = ragged_batch((3, 6, 1), seed=1)
-ARGUMENTS: dict[str, Any] = {**BATCH, "do_sample": False, "max_new_tokens": NEW_TOKENS}
-
-
-@cache
-def untouched() -> PreTrainedModel:
-    """A target that is never enabled."""
-    return tiny_model("llama")
-
-
-@cache
-def draft() -> PreTrainedModel:
-    return noisy_copy(untouched(), 0.05)
-
-
-@cache
-def plain_text() -> list[list[int]]:
-    return untouched().generate(**ARGUMENTS).tolist()
-
-
-def model() -> PreTrainedModel:
-    """A target of the test's own, not enabled yet."""
-    return tiny_model("llama")
 
 
 def speculates(target: PreTrainedModel, **arguments: Any) -> bool:

@@ -6,12 +6,11 @@ Options that silently do nothing, and lengths that leak into the next call, are 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import noisy_copy, ragged_batch, tiny_model
+from small_batch import ARGUMENTS, BATCH, draft, model, plain_text
 from tiny_policies import ScriptedLengths
 from transformers import (
     PreTrainedModel,
@@ -22,31 +21,6 @@ from hf_dsde import SpeculationConfig
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
-
-NEW_TOKENS = 12
-BATCH = ragged_batch((3, 6, 1), seed=1)
-ARGUMENTS: dict[str, Any] = {**BATCH, "do_sample": False, "max_new_tokens": NEW_TOKENS}
-
-
-@cache
-def untouched() -> PreTrainedModel:
-    """A target that is never enabled."""
-    return tiny_model("llama")
-
-
-@cache
-def draft() -> PreTrainedModel:
-    return noisy_copy(untouched(), 0.05)
-
-
-@cache
-def plain_text() -> list[list[int]]:
-    return untouched().generate(**ARGUMENTS).tolist()
-
-
-def model() -> PreTrainedModel:
-    """A target of the test's own, not enabled yet."""
-    return tiny_model("llama")
 
 
 class Watch:
