@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -126,18 +125,19 @@ class SpeculativeLoop:
             Prompts and generated tokens as plain `generate` pads them, `[rows, width]`, int64; the number of generated
             tokens of each row; the statistics.
         """
-        sequences, stopping = self._sequences, self._stopping
-        with ExitStack() as settings:
-            settings.enter_context(self._target.active())
-            settings.enter_context(self._drafter.active())
-            self._prefill()
-            self._start_policy()
-            request = self._first_request()
-            while any(request.active_rows):
-                request = self._round(request)
-        lengths = stopping.final_lengths()
+        try:
+            with self._target.active(), self._drafter.active():
+                self._prefill()
+                self._start_policy()
+                request = self._first_request()
+                while any(request.active_rows):
+                    request = self._round(request)
+        except BaseException:
+            self._feed.abort()
+            raise
+        lengths = self._stopping.final_lengths()
         self._feed.end()
-        return sequences.text(lengths, max(lengths)), lengths, self._statistics.finish(lengths)
+        return self._sequences.text(lengths, max(lengths)), lengths, self._statistics.finish(lengths)
 
     def _round(self, request: DraftRequest) -> DraftRequest:
         """Draft, verify, commit, observe; return what the next round shall draft."""

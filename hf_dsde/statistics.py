@@ -9,6 +9,7 @@ is counted as it was done.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -144,12 +145,15 @@ class SpeculationStatistics(SpeculationCounts):
             f"decoding is predicted."
         )
 
-    def warn_if_losing(self, stacklevel: int = 2) -> None:
-        """Issue one `SpeculationWarning` when plain decoding would have been faster; else do nothing."""
+    def warn_if_losing(self) -> None:
+        """Issue one `SpeculationWarning` when plain decoding would have been faster; else do nothing.
+
+        It names the line that called, from outside this package and the libraries in between.
+        """
         reason = self.losing_reason()
         if reason is not None:
             advice = "Use a cheaper draft, draft fewer tokens, or leave out assistant_model."
-            warnings.warn(f"{reason} {advice}", SpeculationWarning, stacklevel=stacklevel)
+            warnings.warn(f"{reason} {advice}", SpeculationWarning, stacklevel=_callers_level())
 
     def to_dict(self) -> dict[str, Any]:
         """Counts and ratios in types that `json.dumps` takes; undefined ratios are None."""
@@ -310,6 +314,8 @@ class StatisticsRecorder:
         )
 
 
+_LIBRARIES = ("hf_dsde", "transformers", "torch")
+"""Top-level packages whose frames stand between the user's call and this module."""
 _COUNTS = (
     "emitted",
     "drafted",
@@ -331,6 +337,14 @@ _RATIOS = (
     "draft_step_seconds",
     "predicted_speedup",
 )
+
+
+def _callers_level() -> int:
+    """Stack level, for `warnings.warn` in the calling function, of the first frame that is the user's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -187,8 +187,8 @@ class BatchIteratorStreamer(BatchTextStreamer):
         for row, text in streamer:
             ...
 
-    Iteration stops when the batch has ended. If `generate` raises, it never does: give a `timeout`, or call
-    `end` from the thread that caught the error.
+    Iteration stops when the batch has ended, or decoding it failed. Where `generate` refuses a call before it starts,
+    nothing tells the streamer: give a `timeout`, or call `end` from the thread that caught the error.
 
     Args:
         tokenizer: Decodes the tokens.

@@ -50,6 +50,14 @@ class TokenFeed:
                 self._close(row)
         self._streamer.end()
 
+    def abort(self) -> None:
+        """Let go of whoever waits for text that will not come, since decoding failed.
+
+        Streamers of transformers are left alone, as plain `generate` leaves them.
+        """
+        if isinstance(self._streamer, BatchStreamer):
+            self._streamer.end()
+
     def _send(self, sequences: SequenceBatch, row: int, certain: int) -> None:
         start = sequences.prompt_width + self._sent[row]
         tokens = sequences.tokens[row, start : sequences.prompt_width + certain].cpu()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, ragged_batch, tiny_model
 from torch import nn
 
 from hf_dsde import attention, compat
@@ -198,3 +198,10 @@ def test_calls_that_overlap_in_time_leave_the_setting_as_it_was() -> None:
     assert model.config._attn_implementation == PACKED_ATTENTION, "the second call still runs"
     second.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_plain_pass_that_meets_packed_attention_fails_loudly() -> None:
+    """As when another thread calls `generate` the stock way in the middle of a speculative call."""
+    model = tiny_model()
+    with attention.packed_attention(model), pytest.raises(NotImplementedError, match="passes no attention mask"):
+        model(**ragged_batch([3, 5]))

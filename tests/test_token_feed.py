@@ -292,3 +292,26 @@ def test_a_streamer_for_single_sequences_is_refused_for_a_batch() -> None:
         generate(THREE, RandomLengths(5), streamer=RecordsPuts())
     with pytest.raises(ValueError, match="batch size 1"):
         generate(THREE, RandomLengths(5), streamer=TextStreamer(tiny_tokenizer()))
+
+
+class FailsLater(StoppingCriteria):
+    """A user's criterion with a fault in it."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> bool:
+        if input_ids.shape[1] > max(THREE) + 4:
+            raise ZeroDivisionError
+        return False
+
+
+def test_an_iteration_ends_when_decoding_fails() -> None:
+    streamer = BatchIteratorStreamer(tiny_tokenizer(), timeout=5)
+    with pytest.raises(ZeroDivisionError):
+        target().generate(
+            **ragged_batch(THREE, seed=SEED),
+            max_new_tokens=STEPS,
+            assistant_model=draft(),
+            speculation_policy="static",
+            stopping_criteria=StoppingCriteriaList([FailsLater()]),
+            streamer=streamer,
+        )
+    assert {row for row, _ in streamer} <= {0, 1, 2}
