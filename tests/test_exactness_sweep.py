@@ -1,0 +1,59 @@
+"""The whole product: every family, agreement and policy, with and without ends in the text, at batch sizes 1 to 9.
+
+`test_exactness.py` looks at the corners one by one; this looks at everything once, and so takes a minute.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tiny_models import AGREEMENT, FAMILIES, PAD, noisy_copy, ragged_batch, random_lengths, tiny_model
+from tiny_policies import RandomLengths
+
+import hf_dsde
+from hf_dsde import StoppingPolicy
+
+NEW_TOKENS = 40
+BATCH_SIZES = range(1, 10)
+
+
+def policies(seed: int) -> dict[str, str | StoppingPolicy]:
+    named: dict[str, str | StoppingPolicy] = {name: name for name in hf_dsde.available_policies()}
+    return {
+        **named,
+        "random": RandomLengths(seed=seed),
+        "random, with stops": RandomLengths(seed=seed, stop_probability=0.3),
+    }
+
+
+def ends_in(text: torch.Tensor, seed: int) -> list[int]:
+    """Tokens of every other row's text, from somewhere inside it, that shall end texts."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randint(3, NEW_TOKENS - 2, (len(text),), generator=generator)
+    return sorted({int(row[place]) for row, place in zip(text[::2], places, strict=False)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_policy_gives_plain_text_whatever_the_draft(family: str) -> None:
+    """Two batch sizes a family; together the families go through all of 1 to 9."""
+    number = list(FAMILIES).index(family)
+    for seed in range(2):
+        rows = BATCH_SIZES[(2 * number + seed) % len(BATCH_SIZES)]
+        target = tiny_model(family, seed=seed)
+        target.generation_config.eos_token_id = None
+        inputs = ragged_batch(random_lengths(rows, seed=seed), seed=seed)
+        endless = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        ends = ends_in(endless[:, inputs["input_ids"].shape[1] :], seed)
+        for eos, (agreement, noise) in itertools.product((None, ends), AGREEMENT.items()):
+            arguments = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": PAD}
+            if eos is not None:
+                arguments["eos_token_id"] = eos
+            plain = hf_dsde.disable(target).generate(**arguments)
+            draft = noisy_copy(target, noise, seed=seed + 1)
+            hf_dsde.enable(target)
+            for name, policy in policies(seed).items():
+                text = target.generate(**arguments, assistant_model=draft, speculation_policy=policy)
+                assert torch.equal(text, plain), f"rows {rows}, seed {seed}, {agreement} agreement, {name}, ends {eos}"
