@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from ending_calls import half_agreeing as draft
+from ending_calls import target
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import noisy_copy, ragged_batch, tiny_model
+from tiny_models import ragged_batch
 from tiny_policies import RandomLengths, ScriptedLengths
 from tiny_text import StopsAfterCalls, StopsAllWhenRow, StopsRowOn, tiny_tokenizer
 from transformers import (
-    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -31,18 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 STEPS = 14
 SEED = 1
 ONE, THREE = (6,), (3, 7, 1)
-
-
-@cache
-def target() -> PreTrainedModel:
-    model = hf_dsde.enable(tiny_model("llama"))
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@cache
-def draft() -> PreTrainedModel:
-    return noisy_copy(target(), 0.05)
 
 
 @cache
