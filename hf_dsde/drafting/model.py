@@ -111,13 +111,15 @@ class ModelDrafter(Drafter):
         drafting = lengths > 0
         proposal = _Proposal()
         logits = self._catch_up(sequences, request)
+        ends = sequences.lengths.to(self._device)
         for position in range(request.width):
             if position > 0:
-                logits = self._feed(sequences, proposal.tokens[-1], position, drafting)
+                logits = self._feed(sequences, ends, proposal.tokens[-1], position, drafting)
             counts = [int(position < length) for length in request.length_counts]
             scores = self._process(logits[:, None], sequences, counts, offset=position)[:, 0]
             tokens, probs = choose(scores, self._do_sample)
-            sequences.write_behind(tokens[:, None].to(sequences.device), offset=position)
+            if self._process.needs_history:  # else once at the end: the sequences may live on another device
+                sequences.write_behind(tokens[:, None].to(sequences.device), offset=position)
             step = DraftStep(position, tokens, logits, scores, drafting)
             proposal.add(step, probs, policy.requires)
             drafted = drafted + drafting
@@ -126,7 +128,9 @@ class ModelDrafter(Drafter):
                 drafting = self._ask(policy, step, drafting, sequences.device)
                 if position + 1 < request.width and not bool(drafting.any()):
                     break
-        return self._candidates(proposal, drafted, sequences.device)
+        candidates = self._candidates(proposal, drafted, sequences.device)
+        sequences.write_behind(candidates.tokens)
+        return candidates
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Note how much of each row's cache holds text: what was caught up, and the draft tokens that were accepted.
@@ -153,9 +157,9 @@ class ModelDrafter(Drafter):
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
         return self._align(self._runner.forward(self._known(tokens), positions, longest, keep=1)[:, 0])
 
-    def _feed(self, sequences: SequenceBatch, tokens: Tensor, position: int, drafting: Tensor) -> Tensor:
+    def _feed(self, sequences: SequenceBatch, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor) -> Tensor:
         """Feed the draft tokens of the step before; return the logits behind them, `[rows, vocabulary]`."""
-        slots = (sequences.lengths.to(self._device) + position - 1).masked_fill(~drafting, -1)
+        slots = (ends + position - 1).masked_fill(~drafting, -1)
         longest = max(sequences.length_counts) + position
         return self._align(self._runner.forward(self._known(tokens[:, None]), slots[:, None], longest, keep=1)[:, 0])
 
