@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import scaled_dot_product_attention
 from tqdm.auto import tqdm
 from transformers import (
     AttentionInterface,
@@ -32,6 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from distillation.prompts import Prompt, article_prompts, article_requests, save_prompts
+from hf_dsde.attention import packed_gqa_attention
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +94,10 @@ def packed_decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """SDPA that does not copy the KV cache when one token is decoded.
+    """Packed attention where one token is decoded, the stock function elsewhere.
 
     With a mask, the stock function repeats every KV head for each of its query heads, which triples the traffic of
-    what already dominates a large batch. Here the query heads that share a KV head become its query rows.
+    what already dominates a large batch.
 
     Args:
         module: The attention layer.
@@ -106,17 +106,14 @@ def packed_decode_attention(
         value: `[B, Hkv, L, D]`.
         attention_mask: `[B, 1, Q, L]` bool, or None.
         scaling: Of the scores; `D**-0.5` when None.
-        **kwargs: Passed on to the stock function.
+        **kwargs: Passed on.
 
     Returns:
         `[B, Q, H, D]`, and None for the attention weights.
     """
-    batch, heads, length, size = query.shape
-    if length != 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    packed = query.reshape(batch, key.shape[1], -1, size)
-    output = scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(batch, 1, heads, size), None
+    decodes = query.shape[2] == 1 and attention_mask is not None
+    attend = packed_gqa_attention if decodes else sdpa_attention_forward
+    return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
 def render(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
