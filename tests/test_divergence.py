@@ -1,4 +1,7 @@
-"""Near-tie or fault: verdicts on logits that are chosen exactly, and on real forward passes."""
+"""Near-tie or fault: verdicts on logits that are chosen exactly, and on real forward passes.
+
+In bfloat16 greedy text depends on the batch's size (unsloth #9708, vLLM #54506), which is no fault of anybody's.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The whole product: every family, agreement and policy, with and without ends in the text, at batch sizes 1 to 9.
 
 `test_exactness.py` looks at the corners one by one; this looks at everything once, and so takes a minute.
+Batches with an assistant are what transformers refuses (transformers #32165, #29769).
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def drop_an_unsure_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verify_against_raw_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers #47932 reports: drawn from processed scores, verified against the raw softmax."""
+    """What transformers #32867 and #47932 report: drawn from processed scores, verified against the raw softmax."""
 
     def change(candidates: CandidateBatch) -> CandidateBatch:
         assert candidates.logits is not None
