@@ -101,22 +101,29 @@ class Stopping:
         ends = [end for end in self.ends if end is not None]
         return max(ends) if len(ends) == len(self.ends) else None
 
+    def final_length(self, row: int) -> int | None:
+        """Return how many generated tokens of a row the output shows, None while that is open.
+
+        Where ended rows are not padded, all rows are as long as the longest, so that it stays open until all have ended.
+        """
+        return self.ends[row] if self.pads_ended_rows else self.width()
+
     def final_lengths(self) -> list[int]:
         """Return how many generated tokens of each row the output shows. Call it when all rows have finished."""
-        width = self.width()
-        if width is None:
+        lengths = [self.final_length(row) for row in range(len(self.ends))]
+        known = [length for length in lengths if length is not None]
+        if len(known) < len(lengths):
             msg = "final lengths were asked for while a row is still being generated"
             raise RuntimeError(msg)
-        return [end if self.pads_ended_rows and end is not None else width for end in self.ends]
+        return known
 
     def confirmed(self, row: int) -> int:
         """Return how many generated tokens of a row are certain to be in the output."""
-        end = self.ends[row]
         count = self._sequences.generated_counts[row]
         # Time can run out at any moment, and where ended rows are not padded it cuts all rows to the shortest.
         may_be_cut = self._stepwise or (self._time_limits and not self.pads_ended_rows)
         certain = min(count, self.frontier) if may_be_cut else count
-        limit = end if self.pads_ended_rows else self.width()
+        limit = self.final_length(row)
         return certain if limit is None else min(certain, limit)
 
     def _reached(self) -> int:

@@ -35,10 +35,10 @@ class TokenFeed:
         """Send what became certain since the last call, and close rows that have finished."""
         if self._streamer is None:
             return
-        for row, finished in enumerate(stopping.finished()):
+        for row, is_open in enumerate(self._open):
             certain = stopping.confirmed(row)
             self._send(sequences, row, certain)
-            if finished and self._open[row] and stopping.ends[row] == certain:
+            if is_open and stopping.final_length(row) == certain:
                 self._close(row)
 
     def end(self) -> None:

@@ -208,6 +208,20 @@ def test_nothing_is_streamed_that_is_cut_later(
     assert streamer.ends == 1
 
 
+def test_a_row_that_stopped_is_not_closed_while_it_goes_on_with_the_batch() -> None:
+    """Without an end-of-sequence token a stopped row gets real tokens until the batch's last row has stopped."""
+    texts = endless_text(THREE)
+    streamer = RecordsRows()
+    output = generate(
+        THREE,
+        ScriptedLengths([[0, 0, 6]]),
+        streamer=streamer,
+        stopping_criteria=StoppingCriteriaList([StopsRowOn(texts[2][11])]),
+    )
+    assert streamer.rows == output[:, max(THREE) :].tolist()
+    assert {len(row) for row in streamer.rows} == {STEPS}
+
+
 @pytest.mark.parametrize("eos", [None, 2])
 def test_nothing_is_streamed_that_time_cuts(monkeypatch: pytest.MonkeyPatch, eos: int | None) -> None:
     ticks = iter(range(100))
