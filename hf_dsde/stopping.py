@@ -104,7 +104,7 @@ class Stopping:
     def final_length(self, row: int) -> int | None:
         """Return how many generated tokens of a row the output shows, None while that is open.
 
-        Where ended rows are not padded, all rows are as long as the longest, so that it stays open until all have ended.
+        Where ended rows are not padded, all rows are as long as the longest: it stays open until all have ended.
         """
         return self.ends[row] if self.pads_ended_rows else self.width()
 
