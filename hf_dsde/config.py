@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from hf_dsde.argument_checks import check_choice, check_flag, check_integer
+from hf_dsde.costs import CostModel
 from hf_dsde.policies.base import StoppingPolicy
 from hf_dsde.policies.registry import create_policy
 
@@ -37,6 +38,10 @@ class SpeculationConfig:
         cost_probe: Whether one round of a long call runs without drafts, to measure what a plain step costs.
         drop_finished_rows: Whether rows that have ended leave the models' passes, once a quarter of those in them have.
         packed_attention: Whether query heads that share a key-value head are folded into the query length.
+        costs: What passes cost, as `CostModel.to_dict` gives it, for policies that weigh cost against gain. None lets
+            the first call of a pair and batch size measure it.
+        refresh_costs: Whether the timings of rounds go on moving the costs. Decisions that rest on timings differ from
+            run to run, and with them the draws of a sampled text; given costs without refreshing can be repeated.
     """
 
     policy: str = "dsde"
@@ -50,6 +55,8 @@ class SpeculationConfig:
     cost_probe: bool = True
     drop_finished_rows: bool = True
     packed_attention: bool = True
+    costs: dict[str, Any] | None = field(default=None, hash=False)
+    refresh_costs: bool = True
 
     def __post_init__(self) -> None:
         """Check every field and bring it into the form that JSON gives back."""
@@ -73,7 +80,15 @@ class SpeculationConfig:
         check_flag("cost_probe", self.cost_probe)
         check_flag("drop_finished_rows", self.drop_finished_rows)
         check_flag("packed_attention", self.packed_attention)
+        check_flag("refresh_costs", self.refresh_costs)
+        if self.costs is not None:
+            object.__setattr__(self, "costs", CostModel.from_dict(self.costs).to_dict())
         self.build_policy()
+
+    @property
+    def cost_model(self) -> CostModel | None:
+        """The costs, if there are any."""
+        return None if self.costs is None else CostModel.from_dict(self.costs)
 
     def build_policy(self) -> StoppingPolicy:
         """A new policy with these arguments."""

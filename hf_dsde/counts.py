@@ -33,6 +33,7 @@ class RoundCounts:
         draft_seconds: Seconds spent drafting.
         verify_seconds: Seconds spent in the target's pass and in judging its result.
         bookkeeping_seconds: Seconds spent on everything else.
+        policy_seconds: What the policy took of these, on the host.
     """
 
     active: int
@@ -49,6 +50,7 @@ class RoundCounts:
     draft_seconds: float
     verify_seconds: float
     bookkeeping_seconds: float
+    policy_seconds: float = 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -79,7 +81,7 @@ class SpeculationCounts:
         accepted_by_position: How many of those were accepted.
         plain_steps: Steps that plain decoding of the same texts takes, that is the length of the longest
             output; summed over the calls when merged.
-        prefill_seconds: Seconds spent on the prompts, in both models.
+        prefill_seconds: Seconds spent on the prompts, in both models, and on measuring costs where a policy needs them.
     """
 
     policy: str
@@ -144,6 +146,11 @@ class SpeculationCounts:
     def bookkeeping_seconds(self) -> float:
         """Seconds of the rounds that were neither drafting nor verifying."""
         return math.fsum(r.bookkeeping_seconds for r in self.rounds)
+
+    @property
+    def policy_seconds(self) -> float:
+        """Seconds of the rounds that the policy took, on the host: part of the other phases."""
+        return math.fsum(r.policy_seconds for r in self.rounds)
 
     @property
     def total_seconds(self) -> float:
@@ -237,6 +244,7 @@ def count_round(entry: RecordedRound, settled: Sequence[RowCounts]) -> RoundCoun
         draft_seconds=entry.times.draft,
         verify_seconds=entry.times.verify,
         bookkeeping_seconds=entry.times.bookkeeping,
+        policy_seconds=entry.times.policy,
     )
 
 

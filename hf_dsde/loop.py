@@ -16,6 +16,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_dsde import signals, verification
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.cost_measurement import live_costs, remember_costs
+from hf_dsde.costs import LiveCosts
 from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
 from hf_dsde.outputs import StepRecorder
 from hf_dsde.policies.base import BatchInfo, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
@@ -24,7 +26,7 @@ from hf_dsde.sampling import BlockProcessor, choose
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.stopping import Stopping
-from hf_dsde.timing import PhaseClock
+from hf_dsde.timing import PhaseClock, TimedPolicy
 from hf_dsde.token_feed import TokenFeed
 
 COST_PROBE_ROUND = 3
@@ -99,7 +101,7 @@ class SpeculativeLoop:
     ) -> None:
         self._target = target
         self._drafter = drafter
-        self._policy = policy
+        self._policy = TimedPolicy(policy)
         self._sequences = sequences
         self._process = BlockProcessor(processors)
         self._do_sample = do_sample
@@ -111,6 +113,7 @@ class SpeculativeLoop:
         self._clock = PhaseClock(sequences.device)
         self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
         self._times: PhaseTimes | None = None
+        self._costs: LiveCosts | None = None
         self._rounds = 0
 
     @property
@@ -137,6 +140,8 @@ class SpeculativeLoop:
             raise
         lengths = self._stopping.final_lengths()
         self._feed.end()
+        if self._costs is not None and self._config.cost_model is None:
+            remember_costs(self._target.model, self._drafter.model, self._costs.rows, self._costs.current)
         return self._sequences.text(lengths, max(lengths)), lengths, self._statistics.finish(lengths)
 
     def _round(self, request: DraftRequest) -> DraftRequest:
@@ -153,7 +158,9 @@ class SpeculativeLoop:
         kept, ended = self._stopping.cut(new_tokens, counts)
         self._sequences.append(new_tokens, kept)
         done = _Round(request, candidates, logits, scores, verified, kept, ended)
-        self._policy.observe(self._outcome(done))
+        with self._policy.timed():
+            outcome = self._outcome(done)
+        self._policy.observe(outcome)
         lengths = self._bounded(self._policy.draft_lengths(), request.active & ~ended)
         return self._request(lengths, self._settle(done, lengths))
 
@@ -189,18 +196,30 @@ class SpeculativeLoop:
         )
 
     def _outcome(self, done: _Round) -> RoundOutcome:
-        candidates = done.candidates
-        kld = None
+        """Put together what the policy may learn from, computing only the signals that it asks for."""
+        candidates, required = done.candidates, self._policy.requires
+        by_name: dict[str, Tensor] = {}
         if candidates.logits is not None:
-            kld = signals.kl_divergence(done.logits[:, : candidates.width], candidates.logits)
+            target_logits, draft_logits = done.logits[:, : candidates.width], candidates.logits
+            if Signal.KLD in required:
+                by_name["kld"] = signals.kl_divergence(target_logits, draft_logits)
+            if Signal.REVERSE_KLD in required:
+                by_name["reverse_kld"] = signals.kl_divergence(draft_logits, target_logits)
+        if Signal.ACCEPTANCE in required:
+            by_name["acceptance"] = _acceptance(done)
+        if Signal.NEXT_TOKEN in required:
+            row = torch.arange(len(done.logits), device=done.logits.device)
+            logits = done.logits[row, done.verified.accepted]
+            by_name["next_entropy"] = signals.entropy(logits)
+            by_name["next_probability"] = signals.token_probability(logits, done.verified.next_tokens)
         return RoundOutcome(
             drafted=candidates.lengths,
             accepted=done.verified.accepted,
             active=done.request.active,
-            kld=kld,
             entropy=candidates.entropy,
             confidence=candidates.confidence,
-            timings=self._times if Signal.TIMINGS in self._policy.requires else None,
+            timings=self._times if Signal.TIMINGS in required else None,
+            **by_name,
         )
 
     def _bounded(self, lengths: Tensor, active: Tensor) -> Tensor:
@@ -225,8 +244,16 @@ class SpeculativeLoop:
         self._stopping.advance([bool(end) for end in ended], self._recording.scores_until)
         self._feed.feed(sequences, self._stopping)
         self._clock.mark()
-        self._times = self._clock.read()
+        self._times = self._clock.read(self._policy.take_seconds())
         self._rounds += 1
+        if self._costs is not None:
+            self._costs.observe(
+                draft_steps=candidates.steps,
+                width=candidates.width + 1,
+                draft=self._times.draft,
+                verify=self._times.verify,
+                overhead=self._times.bookkeeping,
+            )
         self._statistics.record_round(
             drafted=drafted,
             accepted=accepted,
@@ -256,6 +283,8 @@ class SpeculativeLoop:
         if self._config.drop_finished_rows and rows and places - len(rows) >= places * DROPPED_SHARE:
             self._target.keep_rows(rows)
             self._drafter.keep_rows(rows)
+            if self._costs is not None:
+                self._costs.set_rows(len(rows))
 
     def _first_request(self) -> DraftRequest:
         everyone = torch.ones(self._sequences.rows, dtype=torch.bool, device=self._sequences.device)
@@ -263,12 +292,14 @@ class SpeculativeLoop:
         return self._request(lengths, lengths.tolist())
 
     def _prefill(self) -> None:
-        """Store all prompts, but for their last tokens, in both models' caches."""
+        """Store all prompts, but for their last tokens, in both caches; measure costs if the policy needs them."""
         sequences = self._sequences
         started = time.perf_counter()
         lengths = torch.tensor(sequences.prompt_lengths, device=sequences.device) - 1
         self._target.prefill(sequences.prompts(), lengths, max(sequences.prompt_lengths) - 1)
         self._drafter.prefill(sequences)
+        if Signal.COSTS in self._policy.requires:
+            self._costs = live_costs(self._target, self._drafter, self._config, max(sequences.prompt_lengths))
         if sequences.device.type == "cuda":
             torch.cuda.synchronize(sequences.device)
         self._statistics.record_prefill(time.perf_counter() - started)
@@ -281,6 +312,7 @@ class SpeculativeLoop:
                 vocabulary_size=self._vocabulary_size,
                 max_draft_length=self._config.max_draft_length,
                 max_new_tokens=self._sequences.max_new_tokens,
+                costs=self._costs,
             )
         )
 
@@ -289,6 +321,15 @@ def _block(draft_tokens: Tensor, verified: verification.VerifiedBlock) -> Tensor
     """Put each row's next token behind its accepted draft tokens, `[rows, width + 1]`, int64."""
     room = torch.nn.functional.pad(draft_tokens, (0, 1))
     return room.scatter(1, verified.accepted[:, None], verified.next_tokens[:, None])
+
+
+def _acceptance(done: _Round) -> Tensor:
+    """Probability that the target accepts at each draft position, `[rows, width]`, float32: 0 or 1 when greedy."""
+    candidates = done.candidates
+    scores = done.scores[:, : candidates.width]
+    if candidates.probs is None:
+        return (scores.argmax(dim=-1) == candidates.tokens).float()
+    return signals.acceptance_probability(scores.softmax(dim=-1), candidates.probs)
 
 
 def _fetch(*per_row: torch.Tensor) -> list[list[int]]:

@@ -69,6 +69,7 @@ def numbers(statistics: SpeculationStatistics) -> list[tuple[str, str]]:
         ("idle columns", _number(statistics.idle / columns if columns else math.nan, ".1%")),
         ("draft step", _milliseconds(statistics.draft_step_seconds)),
         ("plain target step", _milliseconds(statistics.plain_step_seconds)),
+        ("policy, share of rounds", _number(statistics.policy_overhead, ".1%")),
         ("predicted speedup", _number(statistics.predicted_speedup, ".2f", "x")),
     ]
 

@@ -8,10 +8,12 @@ branches on a tensor. So a runner that replays recorded work needs to replace `_
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from hf_dsde.config import SpeculationConfig
 
 WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 """Block widths that are executed. Fine where drafts are short: a padded column costs what a token costs."""
+TIMED_PASSES = 3
+"""Timed passes of each shape, after one that warms up; the median counts."""
 
 
 def next_bucket(size: int, buckets: tuple[int, ...]) -> int:
@@ -231,6 +235,25 @@ class EagerRunner(ModelRunner):
         )
         logits: Tensor = output.logits
         return logits
+
+
+def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
+    """Median seconds of a pass of `width` columns per row over caches of up to `longest` tokens.
+
+    Passes without tokens cost what passes with tokens do, and leave the caches as they are.
+    """
+    tokens = torch.zeros(runner.rows, width, dtype=torch.long, device=runner.device)
+    nowhere = torch.full_like(tokens, -1)
+
+    def timed() -> float:
+        started = time.perf_counter()
+        runner.forward(tokens, nowhere, longest)
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
+        return time.perf_counter() - started
+
+    timed()
+    return median(timed() for _ in range(TIMED_PASSES))
 
 
 RUNNERS: dict[str, type[ModelRunner]] = {"eager": EagerRunner}

@@ -76,6 +76,14 @@ class SpeculationStatistics(SpeculationCounts):
         return _ratio(self.emitted, self.total_seconds)
 
     @property
+    def policy_overhead(self) -> float:
+        """Share of the rounds' seconds that the policy took for signals, answers and learning; nan without rounds.
+
+        Host seconds: on a CUDA device those of launching the work.
+        """
+        return _ratio(self.policy_seconds, self.draft_seconds + self.verify_seconds + self.bookkeeping_seconds)
+
+    @property
     def plain_step_seconds(self) -> float | None:
         """Median seconds (verify + bookkeeping) of rounds in which nobody drafted and every row took part.
 
@@ -327,7 +335,7 @@ _COUNTS = (
     "idle",
     "plain_steps",
 )
-_PHASES = ("draft", "verify", "bookkeeping", "prefill", "total")
+_PHASES = ("draft", "verify", "bookkeeping", "policy", "prefill", "total")
 _RATIOS = (
     "acceptance_rate",
     "block_efficiency",
@@ -335,6 +343,7 @@ _RATIOS = (
     "tokens_per_second",
     "plain_step_seconds",
     "draft_step_seconds",
+    "policy_overhead",
     "predicted_speedup",
 )
 

@@ -23,6 +23,7 @@ class Times:
     draft: float = 0.0
     verify: float = 0.0
     bookkeeping: float = 0.0
+    policy: float = 0.0
 
     @property
     def total(self) -> float:
@@ -293,6 +294,15 @@ def test_one_slow_round_does_not_pass_for_the_price_of_speculation() -> None:
     statistics = timed([(2, 2, capturing), (0, 0, plain), (2, 2, usual), (2, 2, usual)])
     assert statistics.predicted_speedup == pytest.approx(10 * 10 / (10 + 3 * 14))
     assert statistics.total_seconds == pytest.approx(1400 + 10 + 28)
+
+
+def test_the_policy_takes_part_of_the_rounds_and_adds_nothing_to_the_total() -> None:
+    times = Times(draft=3.0, verify=4.0, bookkeeping=1.0, policy=0.4)
+    statistics = record([[(2, 1, 2)], [(1, 1, 2)]], times).finish([4])
+    assert statistics.policy_seconds == pytest.approx(0.8)
+    assert statistics.policy_overhead == pytest.approx(0.05)
+    assert statistics.total_seconds == pytest.approx(16.0)
+    assert statistics.to_dict()["ratios"]["policy_overhead"] == pytest.approx(0.05)
 
 
 def test_plain_step_is_the_median_of_rounds_in_which_nobody_drafted() -> None:

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_dsde.policies.base import Signal, StoppingPolicy
 from hf_dsde.sequences import SequenceBatch
+
+LOGIT_SIGNALS = frozenset({Signal.KLD, Signal.REVERSE_KLD})
+"""Signals that compare the two models' raw logits."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class CandidateBatch:
         probs: The distributions that the tokens were drawn from, `[rows, width, vocabulary]`, float32, over the
             target's vocabulary. None when tokens are greedy choices.
         steps: Forward passes of the draft.
-        logits: The draft's raw logits, shaped like `probs`, float32. None unless `Signal.KLD` is required.
+        logits: The draft's raw logits, shaped like `probs`, float32. None unless one of `LOGIT_SIGNALS` is required.
         entropy: Entropy of the raw distributions, `[rows, width]`, float32, nats. None unless required.
         confidence: Probability of each token under the processed scores, `[rows, width]`, float32. None unless
             required.
@@ -85,7 +89,7 @@ class CandidateBatch:
             lengths=torch.zeros_like(lengths),
             probs=distributions if do_sample else None,
             steps=0,
-            logits=distributions if Signal.KLD in required else None,
+            logits=distributions if required & LOGIT_SIGNALS else None,
             entropy=scalars if Signal.ENTROPY in required else None,
             confidence=scalars if Signal.CONFIDENCE in required else None,
         )
@@ -93,6 +97,11 @@ class CandidateBatch:
 
 class Drafter(ABC):
     """Proposes tokens for every row of a batch."""
+
+    @property
+    @abstractmethod
+    def model(self) -> PreTrainedModel:
+        """The model that drafts."""
 
     @abstractmethod
     def active(self) -> AbstractContextManager[None]:
@@ -105,6 +114,10 @@ class Drafter(ABC):
     @abstractmethod
     def room(self, sequences: SequenceBatch) -> Tensor | None:
         """The most tokens each row can draft next, `[rows]`, int64; None when there is no limit."""
+
+    @abstractmethod
+    def step_seconds(self, longest: int) -> float:
+        """Measure and return the seconds of one draft step, with up to `longest` tokens in a row's cache."""
 
     @abstractmethod
     def propose(self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy) -> CandidateBatch:

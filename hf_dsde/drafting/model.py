@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
+from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, DraftRequest
 from hf_dsde.policies.base import DraftStep, Signal, StoppingPolicy
-from hf_dsde.runner import create_runner
+from hf_dsde.runner import create_runner, pass_seconds
 from hf_dsde.sampling import BlockProcessor, choose, processors_on
 from hf_dsde.sequences import SequenceBatch
 
@@ -42,7 +42,7 @@ class _Proposal:
         self.tokens.append(step.tokens)
         if probs is not None:
             self.probs.append(probs)
-        if Signal.KLD in signals_needed:
+        if signals_needed & LOGIT_SIGNALS:
             self.logits.append(step.logits)
         if Signal.ENTROPY in signals_needed:
             self.entropy.append(step.entropy)
@@ -85,6 +85,11 @@ class ModelDrafter(Drafter):
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The draft."""
+        return self._runner.model
+
     def active(self) -> AbstractContextManager[None]:
         """Hold the draft's attention setting."""
         return self._runner.active()
@@ -103,6 +108,10 @@ class ModelDrafter(Drafter):
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out of the draft's passes."""
         self._runner.keep_rows(rows)
+
+    def step_seconds(self, longest: int) -> float:
+        """Measure and return the seconds of one forward pass of one token per row."""
+        return pass_seconds(self._runner, 1, longest)
 
     def propose(self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy) -> CandidateBatch:
         """Draft up to `request.width` tokens, one forward pass each."""

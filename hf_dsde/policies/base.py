@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde import signals
+from hf_dsde.costs import LiveCosts
 
 
 class Signal(Enum):
@@ -26,12 +27,20 @@ class Signal(Enum):
 
     KLD = "kld"
     """KL(target || draft) of every verified draft position, from raw logits at temperature 1, in nats."""
+    REVERSE_KLD = "reverse_kld"
+    """KL(draft || target) of every verified draft position, likewise."""
     ENTROPY = "entropy"
     """Entropy of the draft's raw distribution at temperature 1, in nats."""
     CONFIDENCE = "confidence"
     """Probability of the drafted token under the draft's processed scores."""
+    ACCEPTANCE = "acceptance"
+    """Probability that the target accepts at a draft position: `sum_x min(p(x), q(x))`, both processed."""
+    NEXT_TOKEN = "next_token"  # noqa: S105 - a token of text
+    """How sure the target was of the correction or bonus token that ended the round."""
     TIMINGS = "timings"
     """Seconds spent in the phases of the round before."""
+    COSTS = "costs"
+    """What draft steps and verification passes cost, in `BatchInfo.costs`."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class BatchInfo:
         vocabulary_size: Size of the target's vocabulary.
         max_draft_length: The most tokens the loop lets any row draft in one round.
         max_new_tokens: The most tokens any row may emit in the whole call.
+        costs: What passes cost, kept up to date by the loop. None unless `Signal.COSTS` is required.
     """
 
     rows: int
@@ -51,6 +61,7 @@ class BatchInfo:
     vocabulary_size: int
     max_draft_length: int
     max_new_tokens: int
+    costs: LiveCosts | None = None
 
 
 class DraftStep:
@@ -94,14 +105,27 @@ class DraftStep:
         """Entropy of the draft's raw distribution at temperature 1, shape `[rows]`, float32, nats."""
         return signals.entropy(self.logits)
 
+    @cached_property
+    def top_probabilities(self) -> Tensor:
+        """The two largest raw probabilities at temperature 1, largest first, shape `[rows, 2]`, float32."""
+        return signals.top_probabilities(self.logits)
+
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Seconds that one round spent in each of its phases."""
+    """Seconds that one round spent in each of its phases.
+
+    Attributes:
+        draft: Drafting.
+        verify: The target's pass and the judging of its result.
+        bookkeeping: Everything else.
+        policy: What the policy took of all three, on the host: its signals, its answers, its learning.
+    """
 
     draft: float
     verify: float
     bookkeeping: float
+    policy: float = 0.0
 
     @property
     def total(self) -> float:
@@ -120,10 +144,19 @@ class RoundOutcome:
         active: Rows that were still generating in this round, shape `[rows]`, bool.
         kld: KL(target || draft) per draft position, shape `[rows, width]`, float32, nats; only where
             `position < drafted`. None unless `Signal.KLD` was required.
+        reverse_kld: KL(draft || target), likewise. None unless `Signal.REVERSE_KLD` was required.
         entropy: Entropy of the draft's raw distribution per position, shape `[rows, width]`, float32, nats. None
             unless `Signal.ENTROPY` was required.
         confidence: Probability of each drafted token under the draft's processed scores, shape `[rows, width]`,
             float32. None unless `Signal.CONFIDENCE` was required.
+        acceptance: Probability that the target accepts a token drawn there, `sum_x min(p(x), q(x))` of the processed
+            distributions, shape `[rows, width]`, float32. When greedy, 1 where the tokens agree and 0 elsewhere. Only
+            positions up to the first rejected token have a prefix that became text. None unless `Signal.ACCEPTANCE` was
+            required.
+        next_entropy: Entropy of the target's raw distribution at temperature 1 that the round's last token, a
+            correction or the bonus, was chosen from, shape `[rows]`, float32, nats. None unless `Signal.NEXT_TOKEN` was
+            required.
+        next_probability: That token's probability under the same distribution, shape `[rows]`, float32. None likewise.
         timings: Phases of the *previous* round, since this one's are known only after the policy has answered.
             None in the first round and unless `Signal.TIMINGS` was required.
     """
@@ -134,12 +167,17 @@ class RoundOutcome:
     kld: Tensor | None = None
     entropy: Tensor | None = None
     confidence: Tensor | None = None
+    reverse_kld: Tensor | None = None
+    acceptance: Tensor | None = None
+    next_entropy: Tensor | None = None
+    next_probability: Tensor | None = None
     timings: PhaseTimes | None = None
 
     @property
     def positions(self) -> Tensor:
         """Which positions of the block were really drafted, shape `[rows, width]`, bool."""
-        width = next((s.shape[1] for s in (self.kld, self.entropy, self.confidence) if s is not None), 0)
+        by_position = (self.kld, self.reverse_kld, self.entropy, self.confidence, self.acceptance)
+        width = next((signal.shape[1] for signal in by_position if signal is not None), 0)
         return torch.arange(width, device=self.drafted.device) < self.drafted[:, None]
 
 
@@ -179,7 +217,12 @@ class StoppingPolicy(ABC):
         """Learn from a round that has been verified."""
 
     def select_rows(self, index: Tensor) -> None:  # noqa: B027 - policies without state per row need nothing
-        """Keep the rows in `index`, in that order: other rows have left the batch. `index` is int64, `[kept]`."""
+        """Rearrange the batch: entry i of `index` says which row stands in place i from now on.
+
+        Args:
+            index: Rows of the batch as it was, `[rows from now on]`, int64, each at most once; -1 for a new sequence,
+                which starts as rows do after `start`. Rows that are not named have left the batch.
+        """
 
     @property
     def stops_inside_round(self) -> bool:

@@ -68,12 +68,15 @@ class ConfidencePolicy(StoppingPolicy):
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
         self._length = min(self.num_draft_tokens, batch.max_draft_length)
-        shape, device = (batch.rows, self.history), batch.device
-        self._state = _State(
-            threshold=torch.full((batch.rows,), self.threshold, dtype=torch.float32, device=device),
-            confidence=torch.zeros(shape, dtype=torch.float32, device=device),
-            matched=torch.zeros(shape, dtype=torch.bool, device=device),
-            filled=torch.zeros(batch.rows, dtype=torch.int64, device=device),
+        self._state = self._initial(batch.rows, batch.device)
+        self._fresh = self._initial(1, batch.device)
+
+    def _initial(self, rows: int, device: torch.device) -> _State:
+        return _State(
+            threshold=torch.full((rows,), self.threshold, dtype=torch.float32, device=device),
+            confidence=torch.zeros(rows, self.history, dtype=torch.float32, device=device),
+            matched=torch.zeros(rows, self.history, dtype=torch.bool, device=device),
+            filled=torch.zeros(rows, dtype=torch.int64, device=device),
         )
 
     def draft_lengths(self) -> Tensor:
@@ -103,8 +106,8 @@ class ConfidencePolicy(StoppingPolicy):
         self._state = _State(threshold, confidence, labels, filled)
 
     def select_rows(self, index: Tensor) -> None:
-        """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
-        self._state = self._rows.select_rows(index)
+        """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
+        self._state = self._rows.select_rows(index, self._fresh)
 
 
 def _least_cost_threshold(confidence: Tensor, matched: Tensor, filled: Tensor) -> tuple[Tensor, Tensor]:

@@ -178,10 +178,14 @@ class DSDEStoppingPolicy(StoppingPolicy):
         self._ceiling = batch.max_draft_length if self.sl_max is None else min(self.sl_max, batch.max_draft_length)
         self._floor = min(self.sl_min, self._ceiling)
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(batch.rows, *shape, dtype=dtype, device=batch.device)
+        self._state = self._initial(batch.rows, batch.device)
+        self._fresh = self._initial(1, batch.device)
 
-        self._state = _State(
+    def _initial(self, rows: int, device: torch.device) -> _State:
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
+        return _State(
             window=zeros(self.long_window, dtype=torch.float32),
             filled=zeros(dtype=torch.int64),
             last_mean=zeros(dtype=torch.float32),
@@ -303,8 +307,8 @@ class DSDEStoppingPolicy(StoppingPolicy):
         return doubled.clamp(self._floor, self._ceiling)
 
     def select_rows(self, index: Tensor) -> None:
-        """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
-        self._state = self._rows.select_rows(index)
+        """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
+        self._state = self._rows.select_rows(index, self._fresh)
 
 
 def _row_maximum(values: Tensor, least: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_dsde.argument_checks import check_integer
 from hf_dsde.policies.base import BatchInfo, RoundOutcome, StoppingPolicy
 from hf_dsde.policies.registry import register
+from hf_dsde.policies.row_history import select_rows
 
 
 @register("heuristic")
@@ -31,8 +32,8 @@ class HeuristicPolicy(StoppingPolicy):
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
         self._ceiling = batch.max_draft_length
-        length = min(self.initial_length, self._ceiling)
-        self._lengths = torch.full((batch.rows,), length, device=batch.device)
+        self._fresh = torch.full((1,), min(self.initial_length, self._ceiling), device=batch.device)
+        self._lengths = self._fresh.repeat(batch.rows)
 
     def draft_lengths(self) -> Tensor:
         """Each row's current length, shape `[rows]`, int64."""
@@ -50,5 +51,5 @@ class HeuristicPolicy(StoppingPolicy):
         self._lengths = torch.where(learning, moved, lengths)
 
     def select_rows(self, index: Tensor) -> None:
-        """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
-        self._lengths = self.draft_lengths().index_select(0, index)
+        """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
+        self._lengths = select_rows(self.draft_lengths(), index, self._fresh)

@@ -1,4 +1,4 @@
-"""State that a policy keeps for every row: the newest values of each row, and dropping rows that left the batch."""
+"""State that a policy keeps for every row: the newest values of each row, and rows that leave and join the batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,30 @@ State = TypeVar("State", bound="RowState")
 class RowState:
     """Base of a policy's state: every field is a tensor whose first dimension counts the rows."""
 
-    def select_rows(self: State, index: Tensor) -> State:  # noqa: PYI019 - Self needs Python 3.11
-        """The state of the rows in `index` alone, in that order. `index` is int64, shape `[kept]`."""
-        return type(self)(**{f.name: getattr(self, f.name).index_select(0, index) for f in fields(self)})
+    def select_rows(self: State, index: Tensor, fresh: State) -> State:  # noqa: PYI019 - Self needs Python 3.11
+        """The state after the batch was rearranged.
+
+        Args:
+            index: Which row stands in each place from now on, int64, shape `[places]`; -1 for a new sequence.
+            fresh: The state of one new sequence.
+        """
+        selected = {f.name: select_rows(getattr(self, f.name), index, getattr(fresh, f.name)) for f in fields(self)}
+        return type(self)(**selected)
+
+
+def select_rows(values: Tensor, index: Tensor, fresh: Tensor) -> Tensor:
+    """Each place's entry after the batch was rearranged.
+
+    Args:
+        values: Shape `[rows, ...]`.
+        index: Which row stands in each place from now on, int64, shape `[places]`; -1 for a new sequence.
+        fresh: The entry of one new sequence, shape `[1, ...]`, the dtype of `values`.
+
+    Returns:
+        Shape `[places, ...]`.
+    """
+    is_new = (index < 0).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(is_new, fresh, values.index_select(0, index.clamp_min(0)))
 
 
 def append_newest(history: Tensor, values: Tensor, counts: Tensor) -> Tensor:

@@ -36,5 +36,5 @@ class StaticPolicy(StoppingPolicy):
         return self._lengths
 
     def select_rows(self, index: Tensor) -> None:
-        """Keep the rows in `index`, in that order. `index` is int64, `[kept]`."""
-        self._lengths = self.draft_lengths().index_select(0, index)
+        """Rearrange the batch; all rows are alike, so only their number matters. `index` is int64, `[places]`."""
+        self._lengths = self.draft_lengths()[:1].expand(len(index))

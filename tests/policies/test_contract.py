@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.policies import (
     BatchInfo,
     DraftStep,
@@ -30,11 +31,18 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("confidence", {"threshold": 0.1, "history": 6}),
     ("static", {"num_draft_tokens": 0}),
 ]
+BY_POSITION = (Signal.KLD, Signal.REVERSE_KLD, Signal.ENTROPY, Signal.CONFIDENCE, Signal.ACCEPTANCE)
+NEXT_TOKEN = ("next_entropy", "next_probability")
 every_policy = pytest.mark.parametrize(("name", "arguments"), POLICIES, ids=lambda value: str(value) or "defaults")
 
 
-def batch(rows: int, max_draft_length: int = 9) -> BatchInfo:
-    return BatchInfo(rows, torch.device("cpu"), VOCABULARY, max_draft_length, 100)
+COSTS = CostModel.relative(0.1, [1.0, 1.05, 1.1, 1.2, 1.3])
+SHARING = {"dsde": {"cap": False}}
+"""Policies in which rows act on each other, with the arguments that switch it off; None where nothing does."""
+
+
+def batch(rows: int, max_draft_length: int = 9, device: str = "cpu") -> BatchInfo:
+    return BatchInfo(rows, torch.device(device), VOCABULARY, max_draft_length, 100, LiveCosts(COSTS, rows))
 
 
 def draft_step(rows: int, generator: torch.Generator) -> DraftStep:
@@ -58,8 +66,19 @@ def random_outcome(lengths: torch.Tensor, requires: frozenset[Signal], generator
         return values if kind in requires else None
 
     return RoundOutcome(
-        drafted, accepted, active, signal(Signal.KLD), signal(Signal.ENTROPY), signal(Signal.CONFIDENCE)
+        drafted=drafted,
+        accepted=accepted,
+        active=active,
+        **{kind.value: signal(kind) for kind in BY_POSITION},
+        **{name: torch.rand(rows, generator=generator) for name in NEXT_TOKEN if Signal.NEXT_TOKEN in requires},
     )
+
+
+def constant_outcome(drafted: list[int], accepted: list[int], active: list[bool], width: int) -> RoundOutcome:
+    """A round with every signal there is, all of one value."""
+    by_position = {kind.value: torch.full((len(drafted), width), 0.3) for kind in BY_POSITION}
+    by_row = {name: torch.full((len(drafted),), 0.3) for name in NEXT_TOKEN}
+    return RoundOutcome(torch.tensor(drafted), torch.tensor(accepted), torch.tensor(active), **by_position, **by_row)
 
 
 def play(policy: StoppingPolicy, rows: int, rounds: int, seed: int) -> list[list[int]]:
@@ -80,6 +99,8 @@ def row_tensors(holder: Any, rows: int) -> dict[str, torch.Tensor]:
     names = [f.name for f in fields(holder)] if is_dataclass(holder) else list(vars(holder))
     for name in names:
         value = getattr(holder, name)
+        if name == "_fresh":  # what a new sequence starts with, not a row of the batch
+            continue
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows:
             found[name] = value
         elif is_dataclass(value):
@@ -139,17 +160,7 @@ def test_finished_and_draftless_rows_keep_their_state(name: str, arguments: dict
     policy.start(batch(4))
     play(policy, 4, rounds=10, seed=4)
     before = {key: tensor.clone() for key, tensor in row_tensors(policy, 4).items()}
-    signal = torch.full((4, 5), 0.3)
-    policy.observe(
-        RoundOutcome(
-            drafted=torch.tensor([5, 0, 0, 5]),
-            accepted=torch.tensor([5, 0, 0, 2]),
-            active=torch.tensor([True, True, False, True]),
-            kld=signal,
-            entropy=signal,
-            confidence=signal,
-        )
-    )
+    policy.observe(constant_outcome([5, 0, 0, 5], [5, 0, 0, 2], [True, True, False, True], width=5))
     for key, tensor in row_tensors(policy, 4).items():
         if key != "active":
             torch.testing.assert_close(tensor[1:3], before[key][1:3], equal_nan=True, msg=f"{name}: {key} has changed")
@@ -161,12 +172,10 @@ def test_a_round_without_drafts_changes_nothing(name: str, arguments: dict[str, 
     policy.start(batch(3))
     play(policy, 3, rounds=10, seed=5)
     policy.observe(random_outcome(torch.tensor([0, 0, 0]), policy.requires, torch.Generator().manual_seed(1)))
-    everyone = torch.tensor([True, True, True])
-    nothing = torch.zeros(3, dtype=torch.int64)
-    empty = torch.empty(3, 0)
-    policy.observe(RoundOutcome(nothing, nothing, everyone, empty, empty, empty))
+    nothing = constant_outcome([0, 0, 0], [0, 0, 0], [True, True, True], width=0)
+    policy.observe(nothing)
     before = {key: tensor.clone() for key, tensor in row_tensors(policy, 3).items()}
-    policy.observe(RoundOutcome(nothing, nothing, everyone, empty, empty, empty))
+    policy.observe(nothing)
     for key, tensor in row_tensors(policy, 3).items():
         torch.testing.assert_close(tensor, before[key], equal_nan=True)
 
@@ -191,10 +200,27 @@ def test_rows_that_stay_keep_their_state_in_the_order_asked_for(
 
 
 @every_policy
+def test_a_new_sequence_starts_as_rows_do_at_the_start(name: str, arguments: dict[str, Any]) -> None:
+    policy, fresh = create_policy(name, **arguments), create_policy(name, **arguments)
+    policy.start(batch(4))
+    fresh.start(batch(4))
+    at_start = row_tensors(fresh, 4)
+    play(policy, 4, rounds=15, seed=11)
+    kept = {key: tensor.clone() for key, tensor in row_tensors(policy, 4).items()}
+    policy.select_rows(torch.tensor([2, -1, 0, -1]))
+    for key, tensor in row_tensors(policy, 4).items():
+        torch.testing.assert_close(tensor[[1, 3]], at_start[key][:2], equal_nan=True, msg=f"{name}: {key} is not clean")
+        torch.testing.assert_close(tensor[[0, 2]], kept[key][[2, 0]], equal_nan=True)
+
+
+@every_policy
 def test_a_row_alone_behaves_as_it_does_in_a_batch(name: str, arguments: dict[str, Any]) -> None:
-    """Rows learn from themselves only; DSDE's cap, the one thing that they share, is switched off."""
-    if name == "dsde":
-        arguments = {**arguments, "cap": False}
+    """Rows learn from themselves only, where nothing of the policy is meant for the whole batch."""
+    if name in SHARING:
+        switched_off = SHARING[name]
+        if switched_off is None:
+            pytest.skip("decides for the whole batch")
+        arguments = {**arguments, **switched_off}
     together, alone = create_policy(name, **arguments), create_policy(name, **arguments)
     together.start(batch(4))
     alone.start(batch(1))
@@ -212,15 +238,16 @@ def test_a_row_alone_behaves_as_it_does_in_a_batch(name: str, arguments: dict[st
 def test_never_asks_the_host(name: str, arguments: dict[str, Any]) -> None:
     """On the meta device a tensor has no values, so whatever would fetch one raises."""
     policy = create_policy(name, **arguments)
-    policy.start(BatchInfo(3, torch.device("meta"), VOCABULARY, 9, 100))
+    policy.start(batch(3, device="meta"))
     logits = torch.empty(3, VOCABULARY, device="meta")
     whole = torch.empty(3, dtype=torch.int64, device="meta")
     flags = torch.empty(3, dtype=torch.bool, device="meta")
-    signal = torch.empty(3, 5, device="meta")
+    by_position = {kind.value: torch.empty(3, 5, device="meta") for kind in BY_POSITION}
+    by_row = {name: torch.empty(3, device="meta") for name in NEXT_TOKEN}
     for _ in range(2):
         assert policy.draft_lengths().device.type == "meta"
         policy.should_stop(DraftStep(0, whole, logits, logits, flags))
-        policy.observe(RoundOutcome(whole, whole, flags, signal, signal, signal))
+        policy.observe(RoundOutcome(whole, whole, flags, **by_position, **by_row))
     policy.select_rows(torch.empty(2, dtype=torch.int64, device="meta"))
     assert policy.draft_lengths().shape == (2,)
 
@@ -233,7 +260,7 @@ def test_never_asks_the_host(name: str, arguments: dict[str, Any]) -> None:
 def test_runs_on_a_gpu_without_synchronising_and_answers_as_on_the_cpu(name: str, arguments: dict[str, Any]) -> None:
     on_cpu, on_gpu = create_policy(name, **arguments), create_policy(name, **arguments)
     on_cpu.start(batch(4))
-    on_gpu.start(BatchInfo(4, torch.device("cuda"), VOCABULARY, 9, 100))
+    on_gpu.start(batch(4, device="cuda"))
     generator = torch.Generator().manual_seed(10)
     for _ in range(25):
         lengths = on_cpu.draft_lengths()
