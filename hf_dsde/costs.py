@@ -16,7 +16,7 @@ from hf_dsde.argument_checks import check_integer, check_number
 
 OBSERVED_RATE = 0.1
 """Weight of a new timing in the cost of the width it was taken at."""
-SHARED_RATE = 0.02
+SHARED_RATE = 0.05
 """Weight of a new timing in the costs of all other widths: as contexts grow, widths that are not used cost more too."""
 OUTLIER_RATIO = 2.0
 """A timing counts as at most this many times, and at least this fraction of, what was expected: hosts stall."""
