@@ -215,15 +215,15 @@ class LiveCosts:
         return self._costs
 
     def set_rows(self, rows: int) -> None:
-        """Take note that passes have another number of rows from now on; what was learnt carries over as a ratio."""
+        """Take note that passes have another number of rows from now on; what was learnt carries over, as ratios."""
         if rows == self._rows:
             return
         before, after = self._model.at(self._rows), self._model.at(rows)
-        self._costs = BatchCosts(
-            draft_step=after.draft_step * self._costs.draft_step / before.draft_step,
-            verify=after.verify.scaled(self._costs.verify.at(1) / before.verify.at(1)),
-            overhead=self._costs.overhead,
-        )
+        learnt = self._costs
+        widths = tuple(sorted({*after.verify.counts, *learnt.verify.counts}))
+        seconds = tuple(after.verify.at(w) * learnt.verify.at(w) / before.verify.at(w) for w in widths)
+        draft_step = after.draft_step * learnt.draft_step / before.draft_step
+        self._costs = BatchCosts(draft_step, CostCurve(widths, seconds), learnt.overhead)
         self._rows = rows
         self._announce()
 
