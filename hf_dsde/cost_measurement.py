@@ -52,7 +52,7 @@ def live_costs(target: ModelRunner, drafter: Drafter, config: SpeculationConfig,
     known = remembered_costs(target.model, drafter.model)
     if known is None or target.rows not in known.batches:
         costs = measure_costs(target, drafter, config.max_draft_length, longest)
-        remember_costs(target.model, drafter.model, target.rows, costs)
+        remember_costs(target.model, drafter.model, CostModel({target.rows: costs}))
         known = remembered_costs(target.model, drafter.model)
         assert known is not None
     return LiveCosts(known, target.rows, refresh=config.refresh_costs)
@@ -63,8 +63,7 @@ def remembered_costs(target: PreTrainedModel, draft: PreTrainedModel) -> CostMod
     return _remembered.get(target, WeakKeyDictionary()).get(draft)
 
 
-def remember_costs(target: PreTrainedModel, draft: PreTrainedModel, rows: int, costs: BatchCosts) -> None:
-    """Keep a batch size's costs for as long as both models live."""
+def remember_costs(target: PreTrainedModel, draft: PreTrainedModel, new: CostModel) -> None:
+    """Keep costs for as long as both models live."""
     known = remembered_costs(target, draft)
-    new = CostModel({rows: costs})
     _remembered.setdefault(target, WeakKeyDictionary())[draft] = new if known is None else known.merged(new)

@@ -199,9 +199,9 @@ class LiveCosts:
 
     def __init__(self, model: CostModel, rows: int, *, refresh: bool = True) -> None:
         self._model = model
-        self._rows = rows
+        self._rows = self._first_rows = rows
         self._refresh = refresh
-        self._costs = self._announced = model.at(rows)
+        self._costs = self._announced = self._first_costs = model.at(rows)
         self.version = 0
 
     @property
@@ -214,10 +214,18 @@ class LiveCosts:
         """The costs as they are known now."""
         return self._costs
 
+    @property
+    def learnt(self) -> CostModel:
+        """What the rounds of the whole batch have shown, before rows left it: smaller batches were not measured."""
+        costs = self._costs if self._rows == self._first_rows else self._first_costs
+        return CostModel({self._first_rows: costs})
+
     def set_rows(self, rows: int) -> None:
         """Take note that passes have another number of rows from now on; what was learnt carries over, as ratios."""
         if rows == self._rows:
             return
+        if self._rows == self._first_rows:
+            self._first_costs = self._costs
         before, after = self._model.at(self._rows), self._model.at(rows)
         learnt = self._costs
         widths = tuple(sorted({*after.verify.counts, *learnt.verify.counts}))

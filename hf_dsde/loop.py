@@ -141,7 +141,7 @@ class SpeculativeLoop:
         lengths = self._stopping.final_lengths()
         self._feed.end()
         if self._costs is not None and self._config.cost_model is None:
-            remember_costs(self._target.model, self._drafter.model, self._costs.rows, self._costs.current)
+            remember_costs(self._target.model, self._drafter.model, self._costs.learnt)
         return self._sequences.text(lengths, max(lengths)), lengths, self._statistics.finish(lengths)
 
     def _round(self, request: DraftRequest) -> DraftRequest:
