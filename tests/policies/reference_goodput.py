@@ -1,0 +1,60 @@
+"""Goodput in plain Python: SmartSpec's equations (arXiv 2406.14066), one number at a time, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ReferenceGoodput:
+    """Decides one length for the batch from counts and the times of rounds by length, in plain steps."""
+
+    times: list[float]
+    acceptance: float = 0.7
+    decay: float = 0.85
+    interval: int = 1
+    plain_bonus: float = 1.0
+    probe_share: float = 0.01
+    estimator: str = "tested"
+    length: int = 0
+    rounds: int = 0
+    best: int = 0
+    budget: float = 0.0
+    probing: bool = False
+    probes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.best = self.length = self.best_length()
+
+    def goodput(self, length: int) -> float:
+        tokens = 0.0
+        for reached in range(length + 1):
+            tokens += self.acceptance**reached
+        return tokens / self.times[length] * (self.plain_bonus if length == 0 else 1.0)
+
+    def best_length(self) -> int:
+        best = 0
+        for length in range(1, len(self.times)):
+            if self.goodput(length) > self.goodput(best):
+                best = length
+        return best
+
+    def observe(self, drafted: list[int], accepted: list[int], active: list[bool]) -> None:
+        total = 0
+        for d, a in zip(drafted, accepted, strict=True):
+            total += d if self.estimator == "drafted" else min(a + 1, d)
+        if sum(drafted):
+            self.acceptance = self.decay * self.acceptance + (1 - self.decay) * sum(accepted) / total
+        self.rounds += 1
+        if self.rounds % self.interval == 0:
+            self.best = self.best_length()
+        price = self.times[1] - self.times[0]
+        if self.probing:
+            self.budget += min(sum(accepted) / max(1, sum(active)), price)
+        share = self.probe_share * self.times[min(max(drafted), len(self.times) - 1)]
+        self.budget = min(self.budget + share, 2 * max(price, share))
+        self.probing = self.best == 0 and self.budget >= price > 0
+        if self.probing:
+            self.budget -= price
+            self.probes.append(self.rounds)
+        self.length = 1 if self.probing else self.best
