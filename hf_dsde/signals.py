@@ -42,7 +42,17 @@ def entropy(logits: Tensor) -> Tensor:
     Returns:
         Entropies, shape `[...]`, float32, nats.
     """
-    return torch.special.entr(torch.softmax(logits, -1, dtype=torch.float32)).sum(-1)
+    vocabulary = logits.shape[-1]
+    parts = [_entropy(part) for part in _cache_sized(logits.reshape(-1, vocabulary))]
+    return torch.cat(parts).view(logits.shape[:-1])
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
+    probabilities = log_probabilities.exp()
+    # An excluded token has log-probability -inf, and 0 * -inf is not a number.
+    finite = log_probabilities.clamp_min_(torch.finfo(torch.float32).min)
+    return -torch.linalg.vecdot(probabilities, finite).clamp_max(0.0)
 
 
 def kl_divergence(target_logits: Tensor, draft_logits: Tensor, floor: float = DRAFT_PROBABILITY_FLOOR) -> Tensor:

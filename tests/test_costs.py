@@ -15,6 +15,12 @@ from hf_dsde.cost_measurement import remembered_costs
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.policies import BatchInfo, Signal, StoppingPolicy
 
+
+@pytest.fixture(autouse=True)
+def given_costs() -> None:
+    """Costs are measured here."""
+
+
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 

@@ -44,6 +44,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         "flat_ratio": 20.0,
     },
 }
+_DIRECTIONS = {"target_draft": Signal.KLD, "draft_target": Signal.REVERSE_KLD}
+_FIRST_GROWING_LENGTH = 5
 _TINY = 1e-8
 _WORST_KLD = -math.log(signals.DRAFT_PROBABILITY_FLOOR)
 
@@ -65,19 +67,24 @@ class _State(RowState):
 class DSDEStoppingPolicy(StoppingPolicy):
     """Draft lengths by DSDE's equations, with the paper's constants or those of the authors' public code.
 
-    Every row starts in calibration: it drafts `initial_length` tokens, twice as many after a fully accepted draft,
-    until its window of KLDs is full. Rows in calibration are neither counted in nor bounded by the cap.
+    Every row starts in calibration: until its window of KLDs is full it drafts `initial_length` tokens, and with
+    `warmup="grow"` twice as many after a fully accepted draft. Rows in calibration are neither counted in nor bounded
+    by the cap.
 
     Args:
         sl_max: Hard ceiling of a row's draft length; None leaves the loop's own. Reference: 20.
         sl_min: The length of a row that is not to be trusted. Paper 2, reference 6. Not 0: a row that drafts nothing
             yields no KLD and would never draft again.
         variant: "paper" or "reference": whose constants the arguments left at None take.
-        initial_length: Draft length at the start of calibration; a smaller `sl_max` lowers it.
+        warmup: "grow" doubles a row's calibration length after it has accepted all it was asked to draft, "hold" keeps
+            it. Held at SL_min, calibration makes no row of a batch wait, but Eq. 1 then allows at most twice SL_min.
+        initial_length: Draft length at the start of calibration; a smaller `sl_max` lowers it. None takes 5 when it
+            grows, and `sl_min` when it is held.
         cap: Whether no row may exceed the active rows' mean length (Eq. 9-11). Paper on, reference off.
         decay: delta of the weighted variance, in (0, 1]. Paper 0.85, reference 0.9.
         short_window: KLDs in the short window; None takes a third of the long one (10 of 30).
         long_window: KLDs in the long window; calibration lasts until it is full.
+        kld_direction: "target_draft" is KL(target || draft), as in the public code; "draft_target" the reverse.
         kld_positions: "all" drafted positions, as in the public code, or "to_first_rejection", which leaves out
             those after the first rejected token, whose prefix the target never wrote.
         sl_max_coefficient: Factor of mean / max in SL_max (Eq. 1). Paper 1, reference 0.5.
@@ -99,11 +106,13 @@ class DSDEStoppingPolicy(StoppingPolicy):
         sl_max: int | None = None,
         sl_min: int | None = None,
         variant: str = "paper",
-        initial_length: int = 5,
+        warmup: str = "grow",
+        initial_length: int | None = None,
         cap: bool | None = None,
         decay: float | None = None,
         short_window: int | None = None,
         long_window: int = 30,
+        kld_direction: str = "target_draft",
         kld_positions: str = "all",
         sl_max_coefficient: float | None = None,
         sl_min_fraction: float | None = None,
@@ -120,7 +129,7 @@ class DSDEStoppingPolicy(StoppingPolicy):
             return constants[argument] if value is None else value
 
         self._set_bounds(chosen("sl_min", sl_min), chosen("sl_max", sl_max))
-        self.initial_length = check_integer("initial_length", initial_length, 1)
+        self._set_calibration(warmup, initial_length)
         self.cap = check_flag("cap", chosen("cap", cap))
         self.decay = check_number("decay", chosen("decay", decay), 0.0, 1.0, open_minimum=True)
         self.long_window = check_integer("long_window", long_window, 2)
@@ -132,6 +141,8 @@ class DSDEStoppingPolicy(StoppingPolicy):
             self.long_window,
             way_out=f"`long_window` is {self.long_window}: enlarge it or shorten the short one.",
         )
+        self.kld_direction = check_choice("kld_direction", kld_direction, _DIRECTIONS)
+        self.requires = frozenset({_DIRECTIONS[kld_direction]})
         self.kld_positions = check_choice("kld_positions", kld_positions, ("all", "to_first_rejection"))
         self.sl_max_coefficient = check_number(
             "sl_max_coefficient", chosen("sl_max_coefficient", sl_max_coefficient), 0.0
@@ -161,6 +172,12 @@ class DSDEStoppingPolicy(StoppingPolicy):
                 way_out=f"`sl_min` is {self.sl_min}, the default of variant {self.variant!r} unless you passed it: "
                 "pass a smaller `sl_min` too.",
             )
+
+    def _set_calibration(self, warmup: Any, initial_length: Any) -> None:
+        self.warmup = check_choice("warmup", warmup, ("grow", "hold"))
+        if initial_length is None:
+            initial_length = _FIRST_GROWING_LENGTH if warmup == "grow" else self.sl_min
+        self.initial_length = check_integer("initial_length", initial_length, 1)
 
     @property
     def _rows(self) -> _State:
@@ -261,16 +278,12 @@ class DSDEStoppingPolicy(StoppingPolicy):
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Remember the round's KLDs and, of rows in calibration, how far they came."""
-        if outcome.kld is None:
-            raise ValueError(
-                "DSDEStoppingPolicy got `outcome.kld=None`, but it requires `Signal.KLD`: a float tensor of shape "
-                "[rows, width] is needed, also when no row drafted (width 0)."
-            )
+        divergence = self._divergence(outcome)
         state = self._rows
         counts = self._counted_positions(outcome)
         learning = counts > 0
         # Broken logits read as the worst agreement there is, instead of poisoning the window until it has moved on.
-        kld = torch.where(outcome.kld.isfinite(), outcome.kld.float(), _WORST_KLD)
+        kld = torch.where(divergence.isfinite(), divergence.float(), _WORST_KLD)
         counted = torch.arange(kld.shape[1], device=counts.device) < counts.unsqueeze(-1)
         total = (kld * counted).sum(1)
         calibrating = self.calibrating & learning
@@ -290,6 +303,17 @@ class DSDEStoppingPolicy(StoppingPolicy):
             ),
         )
 
+    def _divergence(self, outcome: RoundOutcome) -> Tensor:
+        """The round's KLDs in the direction asked for, shape `[rows, width]`."""
+        signal = _DIRECTIONS[self.kld_direction]
+        divergence = outcome.kld if signal is Signal.KLD else outcome.reverse_kld
+        if divergence is None:
+            raise ValueError(
+                f"DSDEStoppingPolicy got `outcome.{signal.value}=None`, but it requires `Signal.{signal.name}`: a "
+                "float tensor of shape [rows, width] is needed, also when no row drafted (width 0)."
+            )
+        return divergence
+
     def _counted_positions(self, outcome: RoundOutcome) -> Tensor:
         """How many KLDs count of each row's block, from its front, shape `[rows]`, int64; 0 where none is learned."""
         counts: Tensor = outcome.drafted
@@ -300,9 +324,12 @@ class DSDEStoppingPolicy(StoppingPolicy):
     def _next_length(self, outcome: RoundOutcome) -> Tensor:
         """Calibration's next length: doubled once a row accepted all it was asked to draft, never below `sl_min`.
 
-        A row that the loop let draft less than it was asked to has not shown that it deserves more.
+        A row that the loop let draft less than it was asked to has not shown that it deserves more. A held length stays
+        what it is.
         """
         asked = self._rows.calibration_length
+        if self.warmup == "hold":
+            return asked
         doubled = torch.where(outcome.accepted >= asked, 2 * asked, asked)
         return doubled.clamp(self._floor, self._ceiling)
 

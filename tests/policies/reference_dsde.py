@@ -53,6 +53,7 @@ class Constants:
     sl_min: int = 2
     ceiling: int = 32
     initial_length: int = 5
+    hold: bool = False
     cap: bool = True
     decay: float = 0.85
     short: int = 10
@@ -134,7 +135,8 @@ class ReferenceDSDE:
                 continue
             row.calibration_klds += counted
             row.best_accepted = max(row.best_accepted, a)
-            if a >= row.length:
-                row.length = min(2 * row.length, c.ceiling)
-            row.length = max(row.length, min(c.sl_min, c.ceiling))
+            if not c.hold:
+                if a >= row.length:
+                    row.length = min(2 * row.length, c.ceiling)
+                row.length = max(row.length, min(c.sl_min, c.ceiling))
             row.calibrated = len(row.klds) >= c.long

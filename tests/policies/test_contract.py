@@ -28,8 +28,19 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("dsde", {"variant": "reference"}),
     ("dsde", {"sl_max": 4, "cap": False, "kld_positions": "to_first_rejection", "long_window": 6}),
     ("dsde", {"long_window": 6}),
+    ("dsde", {"warmup": "hold", "kld_direction": "draft_target", "long_window": 6}),
     ("confidence", {"threshold": 0.1, "history": 6}),
     ("static", {"num_draft_tokens": 0}),
+    ("batch_table", {"table": {"2": 6, "4": 3, "5": 0}}),
+    ("token_budget", {"knee_tokens": 20.5}),
+    ("token_budget", {"slack": 0.05, "num_draft_tokens": 12}),
+    ("tapout", {"scope": "row", "bandit": "ucb_tuned", "num_draft_tokens": 4}),
+    ("tapout", {"scope": "row", "bandit": "thompson", "seed": 7}),
+    ("tapout", {"bandit": "thompson", "arms": ["adaedl", "svip_difference"]}),
+    ("adaedl", {"scope": "batch", "end_condition": "full"}),
+    ("gammatune", {"min_length": 3, "max_length": 6, "initial_length": 1}),
+    ("goodput", {"interval": 3, "estimator": "drafted", "plain_bonus": 1.1}),
+    ("goodput", {"initial_acceptance": 0.0, "probe_share": 0.5}),
 ]
 BY_POSITION = (Signal.KLD, Signal.REVERSE_KLD, Signal.ENTROPY, Signal.CONFIDENCE, Signal.ACCEPTANCE)
 NEXT_TOKEN = ("next_entropy", "next_probability")
@@ -37,7 +48,16 @@ every_policy = pytest.mark.parametrize(("name", "arguments"), POLICIES, ids=lamb
 
 
 COSTS = CostModel.relative(0.1, [1.0, 1.05, 1.1, 1.2, 1.3])
-SHARING = {"dsde": {"cap": False}}
+SHARING: dict[str, dict[str, Any] | None] = {
+    "adaedl": {"scope": "row"},
+    "auto": None,
+    "batch_table": None,
+    "dsde": {"cap": False},
+    "goodput": None,
+    "marginal_goodput": None,
+    "tapout": {"scope": "row"},
+    "token_budget": None,
+}
 """Policies in which rows act on each other, with the arguments that switch it off; None where nothing does."""
 
 

@@ -108,6 +108,18 @@ CASES: dict[str, tuple[dict[str, Any], reference.Constants]] = {
         {"short_window": 4, "long_window": 12, "decay": 0.7, "initial_length": 3, "sl_min": 1},
         reference.Constants(short=4, long=12, decay=0.7, initial_length=3, sl_min=1),
     ),
+    "held": ({"warmup": "hold"}, reference.Constants(hold=True, initial_length=2)),
+    "held-at-six": ({"warmup": "hold", "initial_length": 6}, reference.Constants(hold=True, initial_length=6)),
+    "held-below-the-minimum": (
+        {"warmup": "hold", "initial_length": 2, "sl_min": 4},
+        reference.Constants(hold=True, initial_length=2, sl_min=4),
+    ),
+    "reference-held": (
+        {"variant": "reference", "warmup": "hold", "initial_length": 12},
+        reference.Constants(
+            **{**vars(reference.public_code_constants(MAX_DRAFT_LENGTH)), "hold": True, "initial_length": 12}
+        ),
+    ),
 }
 
 
@@ -179,6 +191,17 @@ class AlwaysDoubles(DSDEStoppingPolicy):
         return (2 * self._rows.calibration_length).clamp(self._floor, self._ceiling)
 
 
+class LiftedToTheMinimum(DSDEStoppingPolicy):
+    def _next_length(self, outcome: RoundOutcome) -> torch.Tensor:
+        return super()._next_length(outcome).clamp_min(self._floor)
+
+
+class HeldLengthIsSLMax(DSDEStoppingPolicy):
+    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        sl_min, sl_max = super()._bounds()
+        return sl_min, sl_max.clamp_max(self.initial_length)
+
+
 @pytest.mark.parametrize(
     ("mutant", "case"),
     [
@@ -193,6 +216,9 @@ class AlwaysDoubles(DSDEStoppingPolicy):
         (CapBindsCalibration, "paper"),
         (EveryPosition, "first-rejection"),
         (AlwaysDoubles, "paper"),
+        (AlwaysDoubles, "held-at-six"),
+        (LiftedToTheMinimum, "held-below-the-minimum"),
+        (HeldLengthIsSLMax, "held-at-six"),
     ],
 )
 def test_the_reference_catches_mutants(mutant: Callable[..., DSDEStoppingPolicy], case: str) -> None:
@@ -269,6 +295,61 @@ class TestCalibration:
         assert policy.draft_lengths().tolist() == [5]
         policy.observe(outcome([5], [0], [[0.1] * 5]))
         assert policy.draft_lengths().tolist() == [6]
+
+
+class TestHeldCalibration:
+    def test_stays_at_sl_min_however_much_is_accepted(self) -> None:
+        policy = started(warmup="hold")
+        for _ in range(14):
+            assert policy.draft_lengths().tolist() == [2]
+            policy.observe(outcome([2], [2], [[0.0] * 2]))
+        assert policy.calibrating.tolist() == [True]
+
+    def test_sl_min_is_the_variants(self) -> None:
+        assert started(warmup="hold", variant="reference").draft_lengths().tolist() == [6]
+        assert started(warmup="hold", sl_min=3).draft_lengths().tolist() == [3]
+        assert started(warmup="hold", max_draft_length=1).draft_lengths().tolist() == [1]
+
+    def test_a_given_length_is_held_instead(self) -> None:
+        policy = started(warmup="hold", initial_length=7)
+        policy.observe(outcome([7], [7], [[0.1] * 7]))
+        assert policy.draft_lengths().tolist() == [7]
+
+    def test_bounds_later_lengths_by_twice_the_held_one(self) -> None:
+        """SL_A,max cannot exceed the length held, and mean / max cannot exceed 1 (Eq. 1)."""
+        policy = started(warmup="hold")
+        for _ in range(15):
+            policy.observe(outcome([2], [2], [[1e-6] * 2]))
+        assert policy.calibrating.tolist() == [False]
+        assert policy.draft_lengths().tolist() == [4]
+
+
+class TestDirection:
+    def both(self, kld: float, reverse_kld: float) -> RoundOutcome:
+        whole = torch.full((1, 5), 1.0)
+        return RoundOutcome(
+            torch.tensor([5]),
+            torch.tensor([3]),
+            torch.tensor([True]),
+            kld=kld * whole,
+            reverse_kld=reverse_kld * whole,
+        )
+
+    @pytest.mark.parametrize(("direction", "mean"), [("target_draft", 0.25), ("draft_target", 0.75)])
+    def test_reads_the_divergence_asked_for(self, direction: str, mean: float) -> None:
+        policy = started(kld_direction=direction)
+        policy.observe(self.both(0.25, 0.75))
+        assert policy._rows.last_mean.tolist() == [mean]
+        assert policy._rows.window[0, -5:].tolist() == [mean] * 5
+
+    def test_requires_only_that_one(self) -> None:
+        assert DSDEStoppingPolicy().requires == {Signal.KLD}
+        assert DSDEStoppingPolicy(kld_direction="draft_target").requires == {Signal.REVERSE_KLD}
+
+    def test_a_missing_one_is_named(self) -> None:
+        policy = started(kld_direction="draft_target")
+        with pytest.raises(ValueError, match=r"outcome\.reverse_kld=None.*Signal\.REVERSE_KLD"):
+            policy.observe(outcome([1], [0], [[0.1]]))
 
 
 class TestAfterCalibration:
@@ -380,6 +461,8 @@ def test_window_keeps_the_newest_in_order() -> None:
         ({"short_window": 31}, ValueError, ["`short_window` is 31", "from 1 to 30", "`long_window` is 30"]),
         ({"long_window": 1}, ValueError, ["`long_window` is 1", "at least 2"]),
         ({"initial_length": 0}, ValueError, ["`initial_length` is 0", "at least 1"]),
+        ({"warmup": "held"}, ValueError, ["`warmup` is 'held'", "'grow', 'hold'"]),
+        ({"kld_direction": "reverse"}, ValueError, ["`kld_direction` is 'reverse'", "'draft_target'"]),
         ({"cap": 1}, TypeError, ["`cap` is 1", "True or False"]),
         ({"kld_positions": "accepted"}, ValueError, ["`kld_positions` is 'accepted'", "'to_first_rejection'"]),
         ({"temperature_scaling": -1.0}, ValueError, ["`temperature_scaling` is -1.0"]),

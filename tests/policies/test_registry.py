@@ -93,7 +93,8 @@ def test_every_call_builds_a_new_policy() -> None:
 def test_unknown_name_lists_the_known_and_tells_how_to_register() -> None:
     with pytest.raises(ValueError, match="There is no policy 'dsd'") as caught:
         create_policy("dsd")
-    for fragment in ("confidence, dsde, heuristic, static", "Did you mean 'dsde'?", "register('dsd')", "entry-point"):
+    known = ", ".join(available_policies())
+    for fragment in (known, "Did you mean 'dsde'?", "register('dsd')", "entry-point"):
         assert fragment in str(caught.value)
 
 
