@@ -24,6 +24,7 @@ from hf_dsde.demo_prompts import DEMO_PROMPTS, DemoPrompt
 from hf_dsde.divergence import BatchComparison, Verdict, compare_outputs
 from hf_dsde.integration import disable, enable
 from hf_dsde.pairs import Pair
+from hf_dsde.policies import StoppingPolicy
 from hf_dsde.statistics import SpeculationStatistics, SpeculationWarning
 
 PLAIN = "plain generate"
@@ -197,14 +198,14 @@ def run_demo(options: DemoOptions, load: PairLoader, on_step: Callable[[str], No
 
 
 def generate_once(
-    pair: Pair, inputs: BatchEncoding, speculation: SpeculationConfig | None, **arguments: Any
+    pair: Pair, inputs: BatchEncoding, speculation: SpeculationConfig | StoppingPolicy | None, **arguments: Any
 ) -> tuple[Any, float]:
     """Call `generate` on an enabled target; return its output object and how many seconds it took.
 
     Args:
         pair: Target and draft.
         inputs: The batch.
-        speculation: None for plain `generate`.
+        speculation: How to speculate; None for plain `generate`.
         arguments: Further arguments of `generate`.
     """
     if speculation is not None:
