@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.text import Text
 
 from hf_dsde import demo, demo_view, pairs
+from hf_dsde.cli_options import DeviceOption, DraftOption, Dtype, ModelOption, lines_of, named_pair, progress
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.integration import enable
 from hf_dsde.policies import available_policies
+from hf_dsde.profile_cli import profile_command
+from hf_dsde.replay_cli import replay_command
 from hf_dsde.statistics import SpeculationStatistics
+from hf_dsde.trace_cli import trace_command
 
 app = typer.Typer(
     help="Batched assisted generation with a draft length per sequence.",
@@ -28,35 +30,14 @@ app = typer.Typer(
 )
 
 
-class Dtype(str, Enum):
-    """Precisions to choose from."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-    @property
-    def torch(self) -> torch.dtype:
-        """The same as PyTorch calls it."""
-        dtype: torch.dtype = getattr(torch, self.value)
-        return dtype
-
-
 def _check_policy(name: str) -> str:
     if name not in available_policies():
         raise typer.BadParameter(f"{name!r} is no policy; take one of {', '.join(available_policies())}")
     return name
 
 
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 PolicyOption = Annotated[
     str, typer.Option("--policy", callback=_check_policy, help="Policy that chooses the draft lengths.")
-]
-DeviceOption = Annotated[
-    str, typer.Option("--device", default_factory=_default_device, help="Where both models run.", show_default="auto")
 ]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Limit of every answer.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the result there.")]
@@ -84,18 +65,18 @@ def demo_command(
         repeats=repeats,
         device=torch.device(device),
     )
-    with _progress(console) as progress:
-        task = progress.add_task("starting", total=options.runs + len(options.dtypes))
+    with progress(console) as bar:
+        task = bar.add_task("starting", total=options.runs + len(options.dtypes))
 
         def on_step(description: str) -> None:
             # Advancing when a step begins would count it before it is done.
-            progress.update(task, description=description, advance=int(progress.tasks[0].description != "starting"))
+            bar.update(task, description=description, advance=int(bar.tasks[0].description != "starting"))
             if not console.is_terminal:
                 # A log file shows no moving bar, and minutes of silence look like a hang.
                 console.print(description, style="dim")
 
         result = demo.run_demo(options, pairs.load_packaged_pair, on_step)
-        progress.update(task, description="done", advance=1)
+        bar.update(task, description="done", advance=1)
     console.print(demo_view.result_view(result))
     if json_path is not None:
         _write_json(json_path, result.to_dict())
@@ -112,10 +93,8 @@ def generate_command(
     file: Annotated[
         Path | None, typer.Option("--file", exists=True, dir_okay=False, help="More prompts, one per line.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Target: folder or Hub id.", show_default="the demo's pair")
-    ] = None,
-    draft: Annotated[str | None, typer.Option("--draft", help="Draft for the target: folder or Hub id.")] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
     policy: PolicyOption = "dsde",
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts per call.")] = 8,
     max_new_tokens: NewTokensOption = 256,
@@ -126,7 +105,7 @@ def generate_command(
     """Answer prompts in batches and print the texts with a summary of the speculation."""
     console = Console()
     prompts = _read_prompts(prompt, file)
-    pair = _load_pair(model, draft, dtype.torch, torch.device(device))
+    pair = named_pair(model, draft, dtype.torch, torch.device(device))
     enable(pair.target)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": False}
@@ -147,29 +126,17 @@ def generate_command(
     console.print(SpeculationStatistics.merge(parts))
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
+app.command("profile")(profile_command)
+app.command("replay")(replay_command)
+app.command("trace")(trace_command)
 
 
 def _read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
     """Prompts of the options, then the lines of the file that are not blank."""
-    lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
-    prompts = [text for text in [*(given or []), *lines] if text.strip()]
+    prompts = [text for text in given or [] if text.strip()] + ([] if file is None else lines_of(file))
     if not prompts:
         raise typer.BadParameter("there is no prompt; give --prompt TEXT or --file FILE with one prompt per line")
     return prompts
-
-
-def _load_pair(model: str | None, draft: str | None, dtype: torch.dtype, device: torch.device) -> pairs.Pair:
-    """The pair named, or the packaged one when neither part is."""
-    if model is None and draft is None:
-        return pairs.load_packaged_pair(dtype, device)
-    if model is None or draft is None:
-        missing, other = ("--model", "--draft") if model is None else ("--draft", "--model")
-        raise typer.BadParameter(f"{missing} is missing; {other} needs it, since a draft belongs to its target")
-    return pairs.load_pair(model, draft, dtype, device)
 
 
 def _batches(prompts: list[str], size: int) -> Iterator[list[str]]:

@@ -43,16 +43,16 @@ def entropy(logits: Tensor) -> Tensor:
         Entropies, shape `[...]`, float32, nats.
     """
     vocabulary = logits.shape[-1]
-    parts = [_entropy(part) for part in _cache_sized(logits.reshape(-1, vocabulary))]
-    return torch.cat(parts).view(logits.shape[:-1])
+    parts = _cache_sized(logits.reshape(-1, vocabulary))
+    entropies = [entropy_of(torch.log_softmax(part, -1, dtype=torch.float32)) for part in parts]
+    return torch.cat(entropies).view(logits.shape[:-1])
 
 
-def _entropy(logits: Tensor) -> Tensor:
-    log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
-    probabilities = log_probabilities.exp()
+def entropy_of(log_probabilities: Tensor) -> Tensor:
+    """`entropy` where the log-probabilities are known already, shape `[..., vocabulary]`, float32."""
     # An excluded token has log-probability -inf, and 0 * -inf is not a number.
-    finite = log_probabilities.clamp_min_(torch.finfo(torch.float32).min)
-    return -torch.linalg.vecdot(probabilities, finite).clamp_max(0.0)
+    finite = log_probabilities.clamp_min(torch.finfo(torch.float32).min)
+    return -torch.linalg.vecdot(log_probabilities.exp(), finite).clamp_max(0.0)
 
 
 def kl_divergence(target_logits: Tensor, draft_logits: Tensor, floor: float = DRAFT_PROBABILITY_FLOOR) -> Tensor:

@@ -103,12 +103,17 @@ class DraftStep:
     @cached_property
     def entropy(self) -> Tensor:
         """Entropy of the draft's raw distribution at temperature 1, shape `[rows]`, float32, nats."""
-        return signals.entropy(self.logits)
+        return signals.entropy_of(self._log_probabilities)
 
     @cached_property
     def top_probabilities(self) -> Tensor:
         """The two largest raw probabilities at temperature 1, largest first, shape `[rows, 2]`, float32."""
-        return signals.top_probabilities(self.logits)
+        return self._log_probabilities.topk(2, dim=-1).values.exp()
+
+    @cached_property
+    def _log_probabilities(self) -> Tensor:
+        """Of the raw distribution at temperature 1, shape `[rows, vocabulary]`, float32."""
+        return torch.log_softmax(self.logits, -1, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ class GoodputPolicy(StoppingPolicy):
         probe_share: Share of the time spent on drafts that are expected to lose, to notice when they no longer do.
             Published code: 0.
         estimator: "tested" counts accepted tokens over those that were judged, the first rejected one included, which
-            is unbiased if all tokens are alike. "drafted" counts them over all drafted ones, as the published code does;
-            it takes the tokens behind a rejection for rejected, and the more of them are drafted the lower it gets.
+            is unbiased if all tokens are alike. "drafted" counts them over all drafted ones, as the published code
+            does; it takes the tokens behind a rejection for rejected, and the more of them there are the lower it gets.
     """
 
     name = "goodput"

@@ -10,7 +10,7 @@ token lately, so that the rule seeks the largest ratio of the two (Dinkelbach's 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,13 +47,22 @@ class _State(RowState):
     active: Tensor  # [rows], bool
 
 
-@dataclass
 class _Block:
-    """What is remembered of a round while it is drafted, one entry per drafted token."""
+    """What is known and remembered of a round while it is drafted.
 
-    draft: list[Tensor] = field(default_factory=list)
-    ahead: list[Tensor] = field(default_factory=list)
-    survival: Tensor | None = None
+    Attributes:
+        row_mean: Each row's recent acceptance rate, shape `[rows]`.
+        row_bias: How much more was accepted of late than predicted, shape `[rows]`.
+        draft: Features of each drafted token, `[rows, FEATURES]` each.
+        ahead: What each token was forecast from, one entry more.
+        survival: Probability that all tokens so far are accepted, shape `[rows]`.
+    """
+
+    def __init__(self, row_mean: Tensor, row_bias: Tensor) -> None:
+        self.row_mean, self.row_bias = row_mean, row_bias
+        self.draft: list[Tensor] = []
+        self.ahead: list[Tensor] = []
+        self.survival: Tensor | None = None
 
 
 @register("marginal_goodput")
@@ -105,6 +114,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self._table = CostTable(batch, self._longest)
         self._warmup_rounds = math.ceil(self.warmup_tokens / batch.rows)
         self._rounds = 0
+        self._exploration = EXPLORATION * (0.25 + 0.75 / batch.rows)
         self._model = model.AcceptanceModel(batch.device, self.forgetting)
         self._state = self._initial(batch.rows, batch.device)
         self._fresh = self._initial(1, batch.device)
@@ -115,10 +125,10 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self._label_sum, self._label_count = scalar(0.5 * ROW_PRIOR), scalar(ROW_PRIOR)
         self._time, self._tokens = scalar(RATE_PRIOR), scalar(1.5 * RATE_PRIOR)
         self._deviation, self._variance = scalar(0.0), scalar(0.0)
-        self._budget = scalar(EXPLORATION)
+        self._budget = scalar(self._exploration)
         self._probe_price = scalar(0.0)
         self._probe_at = scalar(0.0)
-        self._block = _Block()
+        self._drafted = False
         self._begin_round()
 
     def _initial(self, rows: int, device: torch.device) -> _State:
@@ -142,15 +152,17 @@ class MarginalGoodputPolicy(StoppingPolicy):
         """All rows or none, shape `[rows]`, bool: whether a further token would cost more than it brings."""
         state, block = self._rows, self._block
         features = model.draft_features(step.top_probabilities, step.entropy)
-        bias = self._bias()
-        nowcast = self._model.predict(model.NOWCAST, model.with_bias(features, bias))
+        bias = block.row_bias
+        with_bias = model.with_bias(features, bias)
+        nowcast = self._model.predict(model.NOWCAST, with_bias)
         survival = nowcast * step.drafting
         if block.survival is not None:
             survival = survival * block.survival
-        ahead = model.next_features(self._row_mean(), bias, features, nowcast)
-        block.draft.append(model.with_bias(features, bias))
+        ahead = model.next_features(block.row_mean, bias, features, nowcast)
+        block.draft.append(with_bias)
         block.ahead.append(ahead)
         block.survival = survival
+        self._drafted = True
         length = step.position + 1
         if length >= self._longest:
             return torch.ones_like(state.active)
@@ -184,14 +196,19 @@ class MarginalGoodputPolicy(StoppingPolicy):
     def _begin_round(self) -> None:
         """Decide whether anything is drafted."""
         state = self._rows
-        if not self._block.draft:
+        if not self._drafted:
             self._budget = self._budget + self._probe_price  # announced, and then nothing was drafted
-        self._block = _Block()
+        self._drafted = False
         self._probe_price = torch.zeros_like(self._probe_price)
-        first = model.first_features(
-            self._row_mean(), self._bias(), state.next_entropy, state.next_probability, state.all_accepted
+        overall = self._label_sum / self._label_count
+        block = self._block = _Block(
+            row_mean=(state.accepted + ROW_PRIOR * overall) / (state.tested + ROW_PRIOR),
+            row_bias=state.residual / (state.tested + ROW_PRIOR),
         )
-        self._block.ahead.append(first)
+        first = model.first_features(
+            block.row_mean, block.row_bias, state.next_entropy, state.next_probability, state.all_accepted
+        )
+        block.ahead.append(first)
         gain = self._gain(model.FIRST, first, state.active.float())
         self._length = torch.where(self._goes_on(gain, 0), self._longest, 0)
 
@@ -268,7 +285,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         scale = torch.where(surprised, ROW_PRIOR / self._label_count.clamp_min(ROW_PRIOR), 1.0)
         self._label_sum = scale * self._label_sum
         self._label_count = scale * self._label_count
-        self._budget = torch.where(surprised, EXPLORATION, self._budget)
+        self._budget = torch.where(surprised, self._exploration, self._budget)
         self._deviation = torch.where(surprised, 0.0, self._deviation)
         self._variance = torch.where(surprised, 0.0, self._variance)
 
@@ -282,20 +299,11 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self._tokens = RATE_DECAY * self._tokens + gained
         lucky = ((outcome.accepted > self._probe_at) * outcome.active).sum() * self._token_value()
         refund = torch.where(self._probe_price > 0, torch.minimum(lucky, self._probe_price), 0.0)
-        self._budget = torch.minimum(self._budget + refund + self.probe_share * spent, EXPLORATION * spent)
+        self._budget = torch.minimum(self._budget + refund + self.probe_share * spent, self._exploration * spent)
 
     def _token_value(self) -> Tensor:
         """Plain steps that one token of one row has taken lately, scalar, float32."""
         return self._time / (self._tokens * self._rows.active.sum().clamp_min(1))
-
-    def _row_mean(self) -> Tensor:
-        state = self._rows
-        overall = self._label_sum / self._label_count
-        return (state.accepted + ROW_PRIOR * overall) / (state.tested + ROW_PRIOR)
-
-    def _bias(self) -> Tensor:
-        state = self._rows
-        return state.residual / (state.tested + ROW_PRIOR)
 
     def select_rows(self, index: Tensor) -> None:
         """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
