@@ -30,10 +30,16 @@ RATE_PRIOR = 4.0
 """Rounds of (1 plain step, 1.5 tokens) to begin with."""
 WARMUP_LENGTH = 4
 EXPLORATION = 2.0
-"""Plain steps to spend on probes at the start, and again after a surprise: a few samples can mislead."""
-SURPRISE_DECAY = 0.8
-SURPRISE_LIMIT = 4.0
-"""Standard deviations between predicted and seen acceptance, over the last few rounds, that mean another text."""
+"""Plain steps to spend on probes at the start, and again when a draft turns out better than was thought: a few samples
+can mislead. A quarter of it in large batches, where a probe says more."""
+SURPRISE_DECAY = 0.98
+"""Per tested token ..."""
+SURPRISE_LEAST_DECAY = 0.8
+"""... and the least per round."""
+SURPRISE_LIMIT = 3.0
+"""Standard deviations between predicted and seen acceptance of late that mean another text, ..."""
+SURPRISE_TOLERANCE = 0.02
+"""... beyond an error of this much per token, which a model that is only nearly right may make."""
 
 
 @dataclass
@@ -75,8 +81,8 @@ class MarginalGoodputPolicy(StoppingPolicy):
         num_draft_tokens: The longest draft.
         row_memory: Decay of a row's own record per tested token, in [0, 1).
         forgetting: Share of what was learnt that each tested token leaves, in (0, 1].
-        probe_share: Share of the time spent on tokens that are expected to lose, to notice when they no longer do. A
-            probe that is accepted gives its time back.
+        probe_share: Share of the time spent on tokens that are expected to lose, to notice when they no longer do; a
+            quarter of it in large batches, where a probe says more. A probe that is accepted gives its time back.
         warmup_tokens: Rounds at the start draft at least 4 tokens, as many of them as it takes for the batch to draft
             this many times: 24 rounds at batch 1, 3 at batch 8.
     """
@@ -90,7 +96,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         *,
         row_memory: float = 0.9,
         forgetting: float = 0.9995,
-        probe_share: float = 0.002,
+        probe_share: float = 0.006,
         warmup_tokens: int = 24,
         optimism: float = 1.0,
     ) -> None:
@@ -114,7 +120,8 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self._table = CostTable(batch, self._longest)
         self._warmup_rounds = math.ceil(self.warmup_tokens / batch.rows)
         self._rounds = 0
-        self._exploration = EXPLORATION * (0.25 + 0.75 / batch.rows)
+        novelty = 0.25 + 0.75 / batch.rows
+        self._exploration, self._put_aside = novelty * EXPLORATION, novelty * self.probe_share
         self._model = model.AcceptanceModel(batch.device, self.forgetting)
         self._state = self._initial(batch.rows, batch.device)
         self._fresh = self._initial(1, batch.device)
@@ -124,7 +131,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
 
         self._label_sum, self._label_count = scalar(0.5 * ROW_PRIOR), scalar(ROW_PRIOR)
         self._time, self._tokens = scalar(RATE_PRIOR), scalar(1.5 * RATE_PRIOR)
-        self._deviation, self._variance = scalar(0.0), scalar(0.0)
+        self._deviation, self._variance, self._noticed = scalar(0.0), scalar(0.0), scalar(0.0)
         self._budget = scalar(self._exploration)
         self._probe_price = scalar(0.0)
         self._probe_at = scalar(0.0)
@@ -274,20 +281,25 @@ class MarginalGoodputPolicy(StoppingPolicy):
         forgotten = 0.999**total
         self._label_sum = forgotten * self._label_sum + labels.sum()
         self._label_count = forgotten * self._label_count + total
-        self._notice(((labels - nowcast) * counts).sum(), (nowcast * (1 - nowcast) * counts).sum())
+        self._notice(((labels - nowcast) * counts).sum(), (nowcast * (1 - nowcast) * counts).sum(), total)
 
-    def _notice(self, deviation: Tensor, variance: Tensor) -> None:
-        """Distrust what was learnt when the last rounds' acceptance lies far from what was predicted."""
-        self._deviation = SURPRISE_DECAY * self._deviation + deviation
-        self._variance = SURPRISE_DECAY * self._variance + variance
-        surprised = self._deviation.abs() > SURPRISE_LIMIT * (self._variance + 0.25).sqrt()
+    def _notice(self, deviation: Tensor, variance: Tensor, total: Tensor) -> None:
+        """Distrust what was learnt when acceptance has lately lain far from what was predicted."""
+        kept = (SURPRISE_DECAY**total).clamp_min(SURPRISE_LEAST_DECAY)
+        self._deviation = kept * self._deviation + deviation
+        self._variance = kept * self._variance + variance
+        self._noticed = kept * self._noticed + total
+        limit = SURPRISE_LIMIT * (self._variance + 0.25).sqrt() + SURPRISE_TOLERANCE * self._noticed
+        surprised = self._deviation.abs() > limit
         self._model.unsettle(surprised)
         scale = torch.where(surprised, ROW_PRIOR / self._label_count.clamp_min(ROW_PRIOR), 1.0)
         self._label_sum = scale * self._label_sum
         self._label_count = scale * self._label_count
-        self._budget = torch.where(surprised, self._exploration, self._budget)
+        # A draft that has become better is worth trying at once; one that has become worse is not.
+        self._budget = torch.where(surprised & (self._deviation > 0), self._exploration, self._budget)
         self._deviation = torch.where(surprised, 0.0, self._deviation)
         self._variance = torch.where(surprised, 0.0, self._variance)
+        self._noticed = torch.where(surprised, 0.0, self._noticed)
 
     def _settle(self, outcome: RoundOutcome) -> None:
         """Take note of the round's time and tokens, and pay for probes."""
@@ -299,7 +311,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self._tokens = RATE_DECAY * self._tokens + gained
         lucky = ((outcome.accepted > self._probe_at) * outcome.active).sum() * self._token_value()
         refund = torch.where(self._probe_price > 0, torch.minimum(lucky, self._probe_price), 0.0)
-        self._budget = torch.minimum(self._budget + refund + self.probe_share * spent, self._exploration * spent)
+        self._budget = torch.minimum(self._budget + refund + self._put_aside * spent, self._exploration * spent)
 
     def _token_value(self) -> Tensor:
         """Plain steps that one token of one row has taken lately, scalar, float32."""

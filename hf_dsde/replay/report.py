@@ -95,4 +95,5 @@ def _fractional(cell: Cell) -> Text:
 def _gap(gap: Gap, bold: bool = False) -> Text:
     deviation = f"±{gap.deviation:.1f}" if gap.deviation >= SHOWN_DEVIATION else ""
     style = "green" if gap.mean >= 0.05 else "red" if gap.mean <= -0.05 else ""
-    return Text(f"{gap.mean:+.1f}{deviation}", style=f"bold {style}".strip() if bold else style)
+    # Adding zero turns a rounded -0.0 into +0.0.
+    return Text(f"{round(gap.mean, 1) + 0.0:+.1f}{deviation}", style=f"bold {style}".strip() if bold else style)

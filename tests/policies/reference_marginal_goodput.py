@@ -84,15 +84,19 @@ class Reference:
     tokens: float = 6.0
     deviation: float = 0.0
     variance: float = 0.0
-    budget: float = 2.0
+    noticed: float = 0.0
     probe_price: float = 0.0
     probe_at: int = 0
+    surprises: int = 0
     closest: float = math.inf
     """The smallest relative distance of a quantity from its limit so far: near 0, rounding decides."""
     drafts: list[list[Vector]] = field(default_factory=list)
     aheads: list[list[Vector]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        novelty = 0.25 + 0.75 / len(self.rows)
+        self.exploration, self.put_aside = 2 * novelty, self.probe_share * novelty
+        self.budget = self.exploration
         self.plain, self.nowcast = Regression(-0.3), Regression(-0.3)
         self.first, self.next = Regression(-0.3, 0.7), Regression(-0.3)
         self.begin()
@@ -195,7 +199,7 @@ class Reference:
             kept = 0.999 ** len(seen)
             self.labels = kept * self.labels + math.fsum(y for _, y, _ in seen)
             self.label_count = kept * self.label_count + len(seen)
-            self.notice(deviation, variance)
+            self.notice(deviation, variance, len(seen))
         self.settle(drafted, accepted, active)
         for i, row in enumerate(self.rows):
             row.active = active[i]
@@ -204,17 +208,22 @@ class Reference:
                 row.full = float(accepted[i] == drafted[i])
         self.begin()
 
-    def notice(self, deviation: float, variance: float) -> None:
-        self.deviation = 0.8 * self.deviation + deviation
-        self.variance = 0.8 * self.variance + variance
-        limit = 4 * math.sqrt(self.variance + 0.25)
+    def notice(self, deviation: float, variance: float, count: int) -> None:
+        kept = max(0.98**count, 0.8)
+        self.deviation = kept * self.deviation + deviation
+        self.variance = kept * self.variance + variance
+        self.noticed = kept * self.noticed + count
+        limit = 3 * math.sqrt(self.variance + 0.25) + 0.02 * self.noticed
         self.closest = min(self.closest, abs(abs(self.deviation) - limit) / limit)
         if abs(self.deviation) > limit:
             for regression in (self.plain, self.nowcast, self.first, self.next):
                 regression.reset()
             scale = 3 / max(self.label_count, 3)
             self.labels, self.label_count = scale * self.labels, scale * self.label_count
-            self.budget, self.deviation, self.variance = 2.0, 0.0, 0.0
+            if self.deviation > 0:
+                self.budget = self.exploration
+            self.surprises += 1
+            self.deviation = self.variance = self.noticed = 0.0
 
     def settle(self, drafted: list[int], accepted: list[int], active: list[bool]) -> None:
         spent = self.times[min(max(drafted), len(self.times) - 1)]
@@ -223,4 +232,4 @@ class Reference:
         self.tokens = 0.99 * self.tokens + gained
         lucky = sum(a > self.probe_at for a, on in zip(accepted, active, strict=True) if on) * self.token_value()
         refund = min(lucky, self.probe_price) if self.probe_price else 0.0
-        self.budget = min(self.budget + refund + self.probe_share * spent, 2 * spent)
+        self.budget = min(self.budget + refund + self.put_aside * spent, self.exploration * spent)

@@ -158,6 +158,11 @@ class TestPresentation:
         assert f"{statistics.fmean(cell.static_opt_speeds):.2f} ({cell.static_opt})" in text
         assert f"{cell.gap(cell.oracle).mean:+.1f}" in text
 
+    def test_a_grid_without_policies_shows_the_references(self, folder) -> None:
+        stream = io.StringIO()
+        Console(width=120, file=stream).print(result_view(run_grid(grid(folder, policies=(), temperatures=(0,)))))
+        assert "oracle" in stream.getvalue()
+
     def test_narrow_consoles_get_several_tables_and_no_cut_numbers(self, result: ReplayResult) -> None:
         stream = io.StringIO()
         Console(width=60, file=stream).print(result_view(result))

@@ -71,6 +71,14 @@ class TestDrift:
         assert np.array_equal(same.log.emitted, once.log.emitted)
         assert same.begins == once.begins
 
+    def test_a_change_of_draft_takes_effect_at_once(self, table: TraceTable) -> None:
+        phases = [Phase(300), Phase(300, table=1), Phase(300)]
+        run = play_schedule(Witness(3), [table, useless_draft(table)], phases, 0, rows=4)
+        accepted = run.log.accepted
+        assert accepted[: run.begins[1]].sum() > 50
+        assert accepted[run.begins[1] : run.begins[2]].max() == 0
+        assert accepted[run.begins[2] : run.begins[2] + 2].max() > 0
+
     def test_different_texts_are_refused(self, table: TraceTable) -> None:
         with pytest.raises(ValueError, match="in the middle of a text"):
             play_schedule(Witness(3), [table, toy_table(0, sequences=2)], [Phase(50), Phase(50, table=1)], 0, rows=2)
