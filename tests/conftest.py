@@ -8,11 +8,16 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import hypothesis
 import pytest
 import torch
 import transformers
 
 from hf_dsde.costs import CostModel, LiveCosts
+
+# A test fails for a change, not for a draw. HYPOTHESIS_PROFILE=default looks for new examples instead.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Tiny models gain nothing from threads, and one process per core shall not start a thread per core.
 torch.set_num_threads(1)

@@ -29,6 +29,7 @@ RATE_DECAY = 0.99
 RATE_PRIOR = 4.0
 """Rounds of (1 plain step, 1.5 tokens) to begin with."""
 WARMUP_LENGTH = 4
+"""Tokens that the first rounds draft at least."""
 EXPLORATION = 2.0
 """Plain steps to spend on probes at the start, and again when a draft turns out better than was thought: a few samples
 can mislead. A quarter of it in large batches, where a probe says more."""
@@ -79,12 +80,13 @@ class MarginalGoodputPolicy(StoppingPolicy):
 
     Args:
         num_draft_tokens: The longest draft.
-        row_memory: Decay of a row's own record per tested token, in [0, 1).
+        row_memory: Decay of a row's own record per tested token, in [0, 1].
         forgetting: Share of what was learnt that each tested token leaves, in (0, 1].
         probe_share: Share of the time spent on tokens that are expected to lose, to notice when they no longer do; a
             quarter of it in large batches, where a probe says more. A probe that is accepted gives its time back.
         warmup_tokens: Rounds at the start draft at least 4 tokens, as many of them as it takes for the batch to draft
             this many times: 24 rounds at batch 1, 3 at batch 8.
+        optimism: Standard deviations by which a forecast is raised: what is not known well is tried.
     """
 
     name = "marginal_goodput"
@@ -100,12 +102,12 @@ class MarginalGoodputPolicy(StoppingPolicy):
         warmup_tokens: int = 24,
         optimism: float = 1.0,
     ) -> None:
-        self.optimism = check_number("optimism", optimism, 0.0)
         self.num_draft_tokens = check_integer("num_draft_tokens", num_draft_tokens, 1)
         self.row_memory = check_number("row_memory", row_memory, 0.0, 1.0)
         self.forgetting = check_number("forgetting", forgetting, 0.0, 1.0, open_minimum=True)
         self.probe_share = check_number("probe_share", probe_share, 0.0, 1.0)
         self.warmup_tokens = check_integer("warmup_tokens", warmup_tokens, 0)
+        self.optimism = check_number("optimism", optimism, 0.0)
         self._state: _State | None = None
 
     @property
