@@ -324,12 +324,13 @@ def _block(draft_tokens: Tensor, verified: verification.VerifiedBlock) -> Tensor
 
 
 def _acceptance(done: _Round) -> Tensor:
-    """Probability that the target accepts at each draft position, `[rows, width]`, float32: 0 or 1 when greedy."""
+    """Probability that the target accepts at each tested position, `[rows, width]`, float32: 0 or 1 when greedy."""
     candidates = done.candidates
-    scores = done.scores[:, : candidates.width]
     if candidates.probs is None:
-        return (scores.argmax(dim=-1) == candidates.tokens).float()
-    return signals.acceptance_probability(scores.softmax(dim=-1), candidates.probs)
+        position = torch.arange(candidates.width, device=candidates.tokens.device)
+        return (position < done.verified.accepted[:, None]).float()
+    probs = done.scores[:, : candidates.width].softmax(dim=-1)
+    return signals.acceptance_probability(probs, candidates.probs)
 
 
 def _fetch(*per_row: torch.Tensor) -> list[list[int]]:

@@ -103,17 +103,16 @@ class DraftStep:
     @cached_property
     def entropy(self) -> Tensor:
         """Entropy of the draft's raw distribution at temperature 1, shape `[rows]`, float32, nats."""
-        return signals.entropy_of(self._log_probabilities)
+        return self._entropy_and_top[0]
 
     @cached_property
     def top_probabilities(self) -> Tensor:
         """The two largest raw probabilities at temperature 1, largest first, shape `[rows, 2]`, float32."""
-        return self._log_probabilities.topk(2, dim=-1).values.exp()
+        return self._entropy_and_top[1]
 
     @cached_property
-    def _log_probabilities(self) -> Tensor:
-        """Of the raw distribution at temperature 1, shape `[rows, vocabulary]`, float32."""
-        return torch.log_softmax(self.logits, -1, dtype=torch.float32)
+    def _entropy_and_top(self) -> tuple[Tensor, Tensor]:
+        return signals.entropy_and_top(self.logits)
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,8 @@ class RoundOutcome:
         confidence: Probability of each drafted token under the draft's processed scores, shape `[rows, width]`,
             float32. None unless `Signal.CONFIDENCE` was required.
         acceptance: Probability that the target accepts a token drawn there, `sum_x min(p(x), q(x))` of the processed
-            distributions, shape `[rows, width]`, float32. When greedy, 1 where the tokens agree and 0 elsewhere. Only
-            positions up to the first rejected token have a prefix that became text. None unless `Signal.ACCEPTANCE` was
-            required.
+            distributions, shape `[rows, width]`, float32; when greedy, 1 or 0. Only for tested positions, up
+            to the first rejected token: those behind it hold anything. None unless `Signal.ACCEPTANCE` was required.
         next_entropy: Entropy of the target's raw distribution at temperature 1 that the round's last token, a
             correction or the bonus, was chosen from, shape `[rows]`, float32, nats. None unless `Signal.NEXT_TOKEN` was
             required.
