@@ -209,9 +209,9 @@ class SpeculativeLoop:
             by_name["acceptance"] = _acceptance(done)
         if Signal.NEXT_TOKEN in required:
             row = torch.arange(len(done.logits), device=done.logits.device)
-            logits = done.logits[row, done.verified.accepted]
-            by_name["next_entropy"] = signals.entropy(logits)
-            by_name["next_probability"] = signals.token_probability(logits, done.verified.next_tokens)
+            log_probabilities = done.logits[row, done.verified.accepted].log_softmax(dim=-1)
+            by_name["next_probability"] = log_probabilities[row, done.verified.next_tokens].exp()
+            by_name["next_entropy"] = signals.entropy_of_(log_probabilities)
         return RoundOutcome(
             drafted=candidates.lengths,
             accepted=done.verified.accepted,

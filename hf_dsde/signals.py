@@ -42,25 +42,20 @@ def entropy(logits: Tensor) -> Tensor:
     Returns:
         Entropies, shape `[...]`, float32, nats.
     """
-    return entropy_and_top(logits)[0]
+    rows = logits.reshape(-1, logits.shape[-1])
+    entropies = [entropy_of_(torch.log_softmax(part, -1, dtype=torch.float32)) for part in _cache_sized(rows, 8)]
+    return torch.cat(entropies).view(logits.shape[:-1])
 
 
-def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`entropy` and `top_probabilities` of the same logits, `[..., vocabulary]`, in one go over the vocabulary."""
-    parts = _cache_sized(logits.reshape(-1, logits.shape[-1]))
-    entropies, tops = zip(*(_entropy_and_top(part) for part in parts), strict=True)
-    shape = logits.shape[:-1]
-    return torch.cat(entropies).view(shape), torch.cat(tops).view(*shape, 2)
+def entropy_of_(log_probabilities: Tensor) -> Tensor:
+    """`entropy` of known log-probabilities, shape `[..., vocabulary]`, float32, which it overwrites.
 
-
-def _entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
-    log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
-    top = log_probabilities.topk(2, dim=-1).values.exp()
+    Memory that a CPU has not touched lately costs more than the arithmetic.
+    """
     probabilities = log_probabilities.exp()
-    # An excluded token has log-probability -inf, and 0 * -inf is not a number. In place: memory that a CPU has not
-    # touched lately costs more than the arithmetic.
-    terms = probabilities.mul_(log_probabilities.clamp_min_(torch.finfo(torch.float32).min))
-    return -terms.sum(-1).clamp_max_(0.0), top
+    # An excluded token has log-probability -inf, and 0 * -inf is not a number.
+    finite = log_probabilities.clamp_min_(torch.finfo(torch.float32).min)
+    return -probabilities.mul_(finite).sum(-1).clamp_max_(0.0)
 
 
 def kl_divergence(target_logits: Tensor, draft_logits: Tensor, floor: float = DRAFT_PROBABILITY_FLOOR) -> Tensor:
@@ -96,11 +91,16 @@ def _divergence(target_logits: Tensor, draft_logits: Tensor, floor: float) -> Te
     return torch.linalg.vecdot(target, log_ratio).clamp_min(0.0)
 
 
-def _cache_sized(rows: Tensor) -> tuple[Tensor, ...]:
-    """Split `[rows, vocabulary]` for passes over it that read it several times: on a CPU into what its cache holds."""
+def _cache_sized(rows: Tensor, factor: int = 1) -> tuple[Tensor, ...]:
+    """Split `[rows, vocabulary]` for passes over it that read it several times: on a CPU into what its cache holds.
+
+    Args:
+        rows: What is read.
+        factor: How many times more may be worked on at once, where fewer passes are made.
+    """
     if rows.device.type != "cpu" or len(rows) == 0:
         return (rows,)
-    return rows.split(max(1, CPU_CACHE_ELEMENTS // rows.shape[1]))
+    return rows.split(max(1, factor * CPU_CACHE_ELEMENTS // rows.shape[1]))
 
 
 def top_probabilities(logits: Tensor) -> Tensor:
@@ -112,7 +112,8 @@ def top_probabilities(logits: Tensor) -> Tensor:
     Returns:
         Largest first, shape `[..., 2]`, float32.
     """
-    return entropy_and_top(logits)[1]
+    logits = logits.float()
+    return (logits.topk(2, dim=-1).values - logits.logsumexp(-1, keepdim=True)).exp()
 
 
 def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

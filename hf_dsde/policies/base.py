@@ -112,7 +112,9 @@ class DraftStep:
 
     @cached_property
     def _entropy_and_top(self) -> tuple[Tensor, Tensor]:
-        return signals.entropy_and_top(self.logits)
+        log_probabilities = torch.log_softmax(self.logits, -1, dtype=torch.float32)
+        top = log_probabilities.topk(2, dim=-1).values.exp()
+        return signals.entropy_of_(log_probabilities), top
 
 
 @dataclass(frozen=True)
