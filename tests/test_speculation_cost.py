@@ -32,8 +32,8 @@ def draft_costs_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> Iterat
 
         def mark(self) -> None: ...
 
-        def read(self) -> PhaseTimes:
-            return PhaseTimes(draft=1.0, verify=1.0, bookkeeping=0.0)
+        def read(self, policy: float) -> PhaseTimes:
+            return PhaseTimes(draft=1.0, verify=1.0, bookkeeping=0.0, policy=policy)
 
     monkeypatch.setattr(loop, "PhaseClock", Clock)
     return
