@@ -22,8 +22,9 @@ from hf_dsde.policies.row_history import RowState
 
 DEFAULT_TABLE = {1: 3, 8: 3, 32: 3, 128: 1}
 """Best fixed lengths of one pair in a replay of recorded acceptances: SmolLM2-135M-Instruct with a distilled draft of
-four layers, a weaker one than ships with this package, greedy, four tasks mixed. In units of a plain step, a draft step costs 0.05 there, a further column of the
-target's pass 0.025, and in the batch of 128 each token beyond 256 in a pass 1/256."""
+four layers, weaker than the one that ships with this package, greedy, four tasks mixed. In units of a plain step, a
+draft step costs 0.05 there, a further column of the target's pass 0.025, and in the batch of 128 each token beyond 256
+in a pass 1/256."""
 
 
 @dataclass
