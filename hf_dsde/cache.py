@@ -74,6 +74,12 @@ class RaggedLayer(CacheLayerMixin):
             added = (0, 0, 0, capacity - self.plan.capacity)
             self.keys, self.values = (torch.nn.functional.pad(states, added) for states in self._states())
 
+    def clear(self) -> None:
+        """Fill the buffers with zeros."""
+        if self.is_initialized:
+            for states in self._states():
+                states.zero_()
+
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index`, in that order."""
         if self.is_initialized:
@@ -142,6 +148,16 @@ class RaggedCache(Cache):
         """Slots a row can fill without growth."""
         return self.plan.capacity
 
+    @property
+    def is_allocated(self) -> bool:
+        """Whether every layer has its buffers, which the first block that is stored makes."""
+        return all(layer.is_initialized for layer in self.ragged_layers)
+
+    def clear(self) -> None:
+        """Fill the buffers with zeros, if there are any: no slot may hold what an earlier text left there."""
+        for layer in self.ragged_layers:
+            layer.clear()
+
     def aim(self, positions: Tensor, view: int) -> None:
         """Direct the next block.
 
@@ -157,14 +173,19 @@ class RaggedCache(Cache):
             raise ValueError(msg)
         self.plan.aim(positions.masked_fill(positions < 0, self.plan.capacity), view)
 
-    def reserve(self, slots: int) -> None:
-        """Make room for `slots` tokens per row, growing geometrically when there is not enough."""
+    def reserve(self, slots: int) -> bool:
+        """Make room for `slots` tokens per row, growing geometrically when there is not enough.
+
+        Returns:
+            Whether the buffers have moved.
+        """
         if slots <= self.plan.capacity:
-            return
+            return False
         capacity = max(slots, int(self.plan.capacity * GROWTH))
         for layer in self.ragged_layers:
             layer.grow(capacity)
         self.plan.capacity = capacity
+        return True
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index` (int64, `[kept]`), in that order."""

@@ -14,6 +14,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from hf_dsde import demo, demo_view, pairs
+from hf_dsde.bench_cli import bench_command, bench_prompts_command, bench_show_command
 from hf_dsde.cli_options import DeviceOption, DraftOption, Dtype, ModelOption, lines_of, named_pair, progress
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.integration import enable
@@ -126,6 +127,9 @@ def generate_command(
     console.print(SpeculationStatistics.merge(parts))
 
 
+app.command("bench")(bench_command)
+app.command("bench-prompts")(bench_prompts_command)
+app.command("bench-show")(bench_show_command)
 app.command("profile")(profile_command)
 app.command("replay")(replay_command)
 app.command("trace")(trace_command)

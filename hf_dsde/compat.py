@@ -44,6 +44,11 @@ def prompt_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     return torch.ones_like(input_ids) if mask is None else mask
 
 
+def only_records_outputs(hook: Any) -> bool:
+    """Whether a module's hook is one that transformers leaves behind once hidden states were asked for."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether `forward` can be told to compute the logits of the last positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters

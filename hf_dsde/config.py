@@ -18,7 +18,8 @@ from hf_dsde.policies.base import StoppingPolicy
 from hf_dsde.policies.registry import create_policy
 
 CONFIG_NAME = "speculation_config.json"
-RUNNERS = ("eager",)
+RUNNERS = ("eager", "graph", "compile")
+VERIFICATIONS = ("auto", "padded", "packed")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,15 @@ class SpeculationConfig:
         policy_arguments: Keyword arguments of that policy, as JSON holds them (tuples become lists).
         max_draft_length: The most tokens any row drafts in a round, whatever the policy asks for.
         fill_to_batch: Whether every active row drafts as many tokens as the batch's longest. Free in a padded pass.
-        runner: How forward passes are run.
+        runner: How forward passes are run: `eager`; `graph`, which records them as CUDA graphs; or `compile`, which has
+            torch.compile fuse their kernels first, for tens of seconds per shape. None takes `graph` on a CUDA device
+            and `eager` elsewhere.
+        fused_layers: Whether a recorded pass of a model of a known structure uses this package's kernels between the
+            model's matrix products.
+        verification: `padded`, where all rows have as many columns as the longest; `packed`, where the tokens of
+            all rows lie behind each other, which a recorded pass with fused layers can do; or `auto`, which takes what
+            costs less.
+        max_graphs: The most recorded passes a model keeps.
         width_buckets: Numbers of tokens per row to which a pass is padded, ascending; a wider pass is padded to a
             multiple of the largest. None takes the runner's own.
         view_bucket: Cache views are multiples of this many slots.
@@ -48,7 +57,10 @@ class SpeculationConfig:
     policy_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
     max_draft_length: int = 32
     fill_to_batch: bool = False
-    runner: str = "eager"
+    runner: str | None = None
+    fused_layers: bool = True
+    verification: str = "auto"
+    max_graphs: int = 64
     width_buckets: tuple[int, ...] | None = None
     view_bucket: int = 64
     prefill_chunk: int = 512
@@ -73,7 +85,11 @@ class SpeculationConfig:
             way_out="To decode without drafts, use policy 'static' with 0.",
         )
         check_flag("fill_to_batch", self.fill_to_batch)
-        check_choice("runner", self.runner, RUNNERS)
+        if self.runner is not None:
+            check_choice("runner", self.runner, RUNNERS)
+        check_flag("fused_layers", self.fused_layers)
+        check_choice("verification", self.verification, VERIFICATIONS)
+        check_integer("max_graphs", self.max_graphs, 1)
         object.__setattr__(self, "width_buckets", _ascending_buckets(self.width_buckets))
         check_integer("view_bucket", self.view_bucket, 1)
         check_integer("prefill_chunk", self.prefill_chunk, 1)

@@ -1,6 +1,6 @@
 """Measures what a pair's passes cost, on the models themselves, and remembers it for further calls.
 
-Passes without tokens cost what passes with tokens do, and leave the caches as they are.
+The passes write behind the rows' texts, where nothing is kept.
 """
 
 from __future__ import annotations
@@ -67,3 +67,20 @@ def remember_costs(target: PreTrainedModel, draft: PreTrainedModel, new: CostMod
     """Keep costs for as long as both models live."""
     known = remembered_costs(target, draft)
     _remembered.setdefault(target, WeakKeyDictionary())[draft] = new if known is None else known.merged(new)
+
+
+_token_costs: WeakKeyDictionary[PreTrainedModel, dict[int, CostCurve]] = WeakKeyDictionary()
+
+
+def token_costs(runner: ModelRunner, longest: int) -> CostCurve:
+    """Seconds of a model's pass by the number of tokens in it, measured once per model and batch size.
+
+    Args:
+        runner: With its prompts stored.
+        longest: Tokens of the longest prompt.
+    """
+    known = _token_costs.setdefault(runner.model, {})
+    if runner.rows not in known:
+        seconds = tuple(pass_seconds(runner, width, longest) for width in MEASURED_WIDTHS)
+        known[runner.rows] = CostCurve(tuple(runner.rows * width for width in MEASURED_WIDTHS), seconds)
+    return known[runner.rows]

@@ -30,6 +30,8 @@ class RoundCounts:
         dropped_rows: Rows that had finished and were left out of it.
         padding: Columns of active rows that carried no real token, summed over those rows.
         idle: Columns of rows that took part in the target's pass with nothing left to generate, summed over those rows.
+        packed_tokens: Tokens in the target's pass when it was packed, and `padding` those that were none; None when it
+            was padded.
         draft_seconds: Seconds spent drafting.
         verify_seconds: Seconds spent in the target's pass and in judging its result.
         bookkeeping_seconds: Seconds spent on everything else.
@@ -51,6 +53,7 @@ class RoundCounts:
     verify_seconds: float
     bookkeeping_seconds: float
     policy_seconds: float = 0.0
+    packed_tokens: int | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -82,6 +85,9 @@ class SpeculationCounts:
         plain_steps: Steps that plain decoding of the same texts takes, that is the length of the longest
             output; summed over the calls when merged.
         prefill_seconds: Seconds spent on the prompts, in both models, and on measuring costs where a policy needs them.
+        recorded_passes: Shapes of passes that were recorded to be replayed, of both models.
+        recording_seconds: Seconds this took, compilation of kernels included: part of the other seconds.
+        recording_bytes: Device memory that they hold besides the caches.
     """
 
     policy: str
@@ -91,6 +97,9 @@ class SpeculationCounts:
     accepted_by_position: tuple[int, ...]
     plain_steps: int
     prefill_seconds: float
+    recorded_passes: int = 0
+    recording_seconds: float = 0.0
+    recording_bytes: int = 0
 
     @property
     def drafted(self) -> int:
@@ -170,6 +179,7 @@ class RecordedRound:
     pass_width: int
     pass_rows: int
     times: PhaseTimes
+    packed_tokens: int | None = None
 
 
 def check_round(entry: RecordedRound, rows: int) -> None:
@@ -229,6 +239,11 @@ def count_round(entry: RecordedRound, settled: Sequence[RowCounts]) -> RoundCoun
     """One round from what `settle` left of it in each row."""
     total = sum_rows(settled)
     real_columns = total.rounds + total.drafted + total.past_end
+    if entry.packed_tokens is None:
+        padding = total.rounds * entry.pass_width - real_columns
+        idle = (entry.pass_rows - total.rounds) * entry.pass_width
+    else:
+        padding, idle = entry.packed_tokens - real_columns, 0
     return RoundCounts(
         active=total.rounds,
         drafted=total.drafted,
@@ -239,12 +254,13 @@ def count_round(entry: RecordedRound, settled: Sequence[RowCounts]) -> RoundCoun
         pass_width=entry.pass_width,
         pass_rows=entry.pass_rows,
         dropped_rows=len(settled) - entry.pass_rows,
-        padding=total.rounds * entry.pass_width - real_columns,
-        idle=(entry.pass_rows - total.rounds) * entry.pass_width,
+        padding=padding,
+        idle=idle,
         draft_seconds=entry.times.draft,
         verify_seconds=entry.times.verify,
         bookkeeping_seconds=entry.times.bookkeeping,
         policy_seconds=entry.times.policy,
+        packed_tokens=entry.packed_tokens,
     )
 
 

@@ -16,7 +16,7 @@ from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.loop import Recording, SpeculativeLoop
 from hf_dsde.outputs import SpeculativeGenerateOutput, StepRecorder
 from hf_dsde.policies.base import StoppingPolicy
-from hf_dsde.runner import create_runner
+from hf_dsde.runners import create_runner
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.stopping import length_limit
 from hf_dsde.token_feed import TokenFeed

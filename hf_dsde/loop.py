@@ -28,6 +28,8 @@ from hf_dsde.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.stopping import Stopping
 from hf_dsde.timing import PhaseClock, TimedPolicy
 from hf_dsde.token_feed import TokenFeed
+from hf_dsde.transfers import upload
+from hf_dsde.verification_pass import PassResult, VerificationPass
 
 COST_PROBE_ROUND = 3
 """The round that runs without drafts to measure a plain step: late enough that everything is warm."""
@@ -67,6 +69,7 @@ class _Round:
     verified: verification.VerifiedBlock
     kept: Tensor
     ended: Tensor
+    packed_tokens: int | None
 
 
 class SpeculativeLoop:
@@ -100,6 +103,7 @@ class SpeculativeLoop:
         feed: TokenFeed,
     ) -> None:
         self._target = target
+        self._pass = VerificationPass(target, config)
         self._drafter = drafter
         self._policy = TimedPolicy(policy)
         self._sequences = sequences
@@ -142,14 +146,16 @@ class SpeculativeLoop:
         self._feed.end()
         if self._costs is not None and self._config.cost_model is None:
             remember_costs(self._target.model, self._drafter.model, self._costs.learnt)
-        return self._sequences.text(lengths, max(lengths)), lengths, self._statistics.finish(lengths)
+        recording = self._target.recording_costs + self._drafter.recording_costs
+        return self._sequences.text(lengths, max(lengths)), lengths, self._statistics.finish(lengths, recording)
 
     def _round(self, request: DraftRequest) -> DraftRequest:
         """Draft, verify, commit, observe; return what the next round shall draft."""
         self._clock.start()
         candidates = self._draft(request)
         self._clock.mark()
-        logits = self._run_target(candidates, request)
+        passed = self._run_target(candidates, request)
+        logits = passed.logits.to(self._sequences.device)
         scores = self._process(logits, self._sequences, self._columns(candidates, request))
         verified = self._verify(scores, candidates)
         self._clock.mark()
@@ -157,7 +163,7 @@ class SpeculativeLoop:
         counts = torch.where(request.active, verified.accepted + 1, 0)
         kept, ended = self._stopping.cut(new_tokens, counts)
         self._sequences.append(new_tokens, kept)
-        done = _Round(request, candidates, logits, scores, verified, kept, ended)
+        done = _Round(request, candidates, logits, scores, verified, kept, ended, passed.packed_tokens)
         with self._policy.timed():
             outcome = self._outcome(done)
         self._policy.observe(outcome)
@@ -170,15 +176,16 @@ class SpeculativeLoop:
             return self._drafter.propose(self._sequences, request, self._policy)
         return CandidateBatch.nothing(request.lengths, self._vocabulary_size, self._do_sample, self._policy.requires)
 
-    def _run_target(self, candidates: CandidateBatch, request: DraftRequest) -> Tensor:
-        """Run the last token and the draft tokens of every row; return logits, `[rows, width + 1, vocabulary]`."""
+    def _run_target(self, candidates: CandidateBatch, request: DraftRequest) -> PassResult:
+        """Run the last token and the draft tokens of every row; logits are `[rows, width + 1, vocabulary]`."""
         last, position = self._sequences.tail(1)
         tokens = torch.cat([last, candidates.tokens], dim=1)
         column = torch.arange(tokens.shape[1], device=tokens.device)
-        real = (column <= candidates.lengths[:, None]) & request.active[:, None]
-        positions = (position + column).masked_fill(~real, -1)
+        counts = torch.where(request.active, candidates.lengths + 1, 0)
+        positions = (position + column).masked_fill(column >= counts[:, None], -1)
+        known = None if self._policy.stops_inside_round else request.pass_counts
         longest = max(self._sequences.length_counts) + candidates.width
-        return self._target.forward(tokens, positions, longest).to(tokens.device)
+        return self._pass.run(tokens, positions, counts, known, longest)
 
     def _columns(self, candidates: CandidateBatch, request: DraftRequest) -> list[int]:
         """Return how many columns of each row the logits processors have to see."""
@@ -249,7 +256,7 @@ class SpeculativeLoop:
         if self._costs is not None:
             self._costs.observe(
                 draft_steps=candidates.steps,
-                width=candidates.width + 1,
+                width=self._charged_width(done),
                 draft=self._times.draft,
                 verify=self._times.verify,
                 overhead=self._times.bookkeeping,
@@ -262,9 +269,16 @@ class SpeculativeLoop:
             draft_steps=candidates.steps,
             pass_width=candidates.width + 1,
             pass_rows=len(self._target.live_rows),
+            packed_tokens=done.packed_tokens,
             times=self._times,
         )
         return next_lengths
+
+    def _charged_width(self, done: _Round) -> int:
+        """Return the columns per row that a padded pass would have had for the tokens of this one."""
+        if done.packed_tokens is None:
+            return done.candidates.width + 1
+        return max(round(done.packed_tokens / len(self._target.live_rows)), 1)
 
     def _request(self, lengths: Tensor, length_counts: Sequence[int]) -> DraftRequest:
         """Ask for `lengths`, of the rows that go on; of none in the round that measures a plain step."""
@@ -272,7 +286,7 @@ class SpeculativeLoop:
         self._drop_finished_rows(going_on)
         probes = self.probes_cost and self._rounds == COST_PROBE_ROUND
         counts = [0 if probes or not on else n for n, on in zip(length_counts, going_on, strict=True)]
-        active = torch.tensor(going_on, device=lengths.device)
+        active = upload(going_on, lengths.device)
         lengths = torch.zeros_like(lengths) if probes else torch.where(active, lengths, 0)
         return DraftRequest(lengths, counts, active, going_on)
 
@@ -284,7 +298,7 @@ class SpeculativeLoop:
             self._target.keep_rows(rows)
             self._drafter.keep_rows(rows)
             if self._costs is not None:
-                self._costs.set_rows(len(rows))
+                self._costs.set_rows(len(self._target.live_rows))
 
     def _first_request(self) -> DraftRequest:
         everyone = torch.ones(self._sequences.rows, dtype=torch.bool, device=self._sequences.device)
@@ -295,9 +309,10 @@ class SpeculativeLoop:
         """Store all prompts, but for their last tokens, in both caches; measure costs if the policy needs them."""
         sequences = self._sequences
         started = time.perf_counter()
-        lengths = torch.tensor(sequences.prompt_lengths, device=sequences.device) - 1
+        lengths = upload(sequences.prompt_lengths, sequences.device) - 1
         self._target.prefill(sequences.prompts(), lengths, max(sequences.prompt_lengths) - 1)
         self._drafter.prefill(sequences)
+        self._pass.measure(max(sequences.prompt_lengths))
         if Signal.COSTS in self._policy.requires:
             self._costs = live_costs(self._target, self._drafter, self._config, max(sequences.prompt_lengths))
         if sequences.device.type == "cuda":

@@ -3,7 +3,7 @@
 A block of tokens enters as two tensors, `tokens` and `positions`, of shape `[rows, width]`. The runner rounds the width
 and the part of the cache in view up to buckets, fills static input buffers of that shape, and executes the model on
 them. Everything that varies from call to call is in the buffers' contents; shapes come from a small set, and nothing
-branches on a tensor. So a runner that replays recorded work needs to replace `_execute` only.
+branches on a tensor: what `graph_runner` needs to record a pass once and replay it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from transformers import PreTrainedModel
 from hf_dsde import attention, compat
 from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.graphs import RecordingCosts
+from hf_dsde.memory import check_cache_fits
+from hf_dsde.transfers import upload
 
 WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 """Block widths that are executed. Fine where drafts are short: a padded column costs what a token costs."""
@@ -36,6 +39,11 @@ def next_bucket(size: int, buckets: tuple[int, ...]) -> int:
         if size <= bucket:
             return bucket
     return -(-size // buckets[-1]) * buckets[-1]
+
+
+def next_multiple(size: int, step: int) -> int:
+    """Return the smallest multiple of `step` that holds `size`."""
+    return -(-size // step) * step
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,7 @@ class ModelRunner(ABC):
         self.model = model
         self.rows = rows
         self.live_rows = list(range(rows))
+        self._live_index: Tensor | None = None
         self.device = model.device
         self.packed = config.packed_attention and attention.reproduces_attention(model)
         text_config = model.config.get_text_config(decoder=True)
@@ -121,6 +130,20 @@ class ModelRunner(ABC):
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
         self._buffers: dict[int, BlockBuffers] = {}
+
+    @property
+    def recording_costs(self) -> RecordingCosts:
+        """What recording passes has cost since this runner was made."""
+        return RecordingCosts()
+
+    @property
+    def packs(self) -> bool:
+        """Whether `forward_packed` can be called."""
+        return False
+
+    def padded_width(self, width: int) -> int:
+        """Return the columns that a block of `width` columns is run with."""
+        return next_bucket(width, self._width_buckets)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -145,22 +168,32 @@ class ModelRunner(ABC):
             hold anything finite, and so do rows that were left out.
         """
         width = tokens.shape[1]
-        whole_batch = len(self.live_rows) == self.rows
-        if not whole_batch:
-            live = torch.tensor(self.live_rows, device=tokens.device)
-            tokens, positions = tokens[live], positions[live]
-        view = -(-longest // self._config.view_bucket) * self._config.view_bucket
+        tokens, positions = self._of_live_rows(tokens), self._of_live_rows(positions)
+        view = next_multiple(longest, self._config.view_bucket)
         self.cache.reserve(view)
-        buffers = self._buffers_for(next_bucket(width, self._width_buckets))
-        buffers.fill(tokens.to(self.device), positions.to(self.device))
+        buffers = self._buffers_for(self.padded_width(width))
+        buffers.fill(tokens, positions)
         self._fill_masks(buffers, view)
         self.cache.aim(buffers.positions, view)
-        logits = self._execute(buffers, keep or width)[:, -(keep or width) :].float()
-        if whole_batch:
-            return logits
-        everyone = logits.new_zeros(self.rows, *logits.shape[1:])
-        everyone[self.live_rows] = logits
-        return everyone
+        return self._of_everyone(self._execute(buffers, keep or width)[:, -(keep or width) :].float())
+
+    def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
+        """Run the tokens of a padded block without the padding between the rows.
+
+        Args:
+            tokens: `[rows, width]`, int64, each row's tokens in its first columns.
+            positions: `[rows, width]`, int64.
+            counts: Tokens of each row, `[rows]`, int64, 0 to width.
+            size: Tokens in the pass, at least the sum of `counts`.
+            longest: A bound, known without asking the device, on the largest position + 1.
+
+        Returns:
+            Logits, `[rows, width, vocabulary]`, float32. Columns without a token hold anything finite.
+
+        Raises:
+            NotImplementedError: Unless `packs`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} runs rows, not packed tokens.")
 
     def prefill(self, tokens: Tensor, lengths: Tensor, longest: int) -> None:
         """Store a prompt, in chunks of `prefill_chunk` tokens.
@@ -169,7 +202,12 @@ class ModelRunner(ABC):
             tokens: Prompts without padding in front, `[rows, longest]`, int64.
             lengths: Tokens of each row to store, `[rows]`, int64; 0 is a length.
             longest: The largest of `lengths`, known to the host.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has no room for the cache; nothing has been done then.
         """
+        if not self.cache.is_allocated:
+            check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
         for start in range(0, longest, self._config.prefill_chunk):
             end = min(start + self._config.prefill_chunk, longest)
             positions = torch.arange(start, end, device=tokens.device).expand(self.rows, -1)
@@ -184,9 +222,21 @@ class ModelRunner(ABC):
             rows: Rows of the batch, ascending, of those that are still in.
         """
         places = [self.live_rows.index(row) for row in rows]
-        self.cache.select_rows(torch.tensor(places, device=self.device))
+        self.cache.select_rows(upload(places, self.device))
         self.live_rows = list(rows)
+        self._live_index = upload(self.live_rows, self.device)
         self._buffers.clear()
+
+    def _of_live_rows(self, per_row: Tensor) -> Tensor:
+        """Bring a tensor with an entry per row of the batch to the model's device, with the rows still in only."""
+        per_row = per_row.to(self.device)
+        return per_row if self._live_index is None else per_row[self._live_index]
+
+    def _of_everyone(self, logits: Tensor) -> Tensor:
+        """Give the rows that were left out logits as well, zeros."""
+        if self._live_index is None:
+            return logits
+        return logits.new_zeros(self.rows, *logits.shape[1:]).index_copy_(0, self._live_index, logits)
 
     def _buffers_for(self, width: int) -> BlockBuffers:
         if width not in self._buffers:
@@ -240,25 +290,25 @@ class EagerRunner(ModelRunner):
 def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
     """Median seconds of a pass of `width` columns per row over caches of up to `longest` tokens.
 
-    Passes without tokens cost what passes with tokens do, and leave the caches as they are.
+    The passes write behind every row's text, where nothing is kept.
+
+    Args:
+        runner: With prompts of up to `longest` tokens stored, each without its last token.
+        width: Columns.
+        longest: Tokens of the longest row.
     """
     tokens = torch.zeros(runner.rows, width, dtype=torch.long, device=runner.device)
-    nowhere = torch.full_like(tokens, -1)
+    positions = torch.arange(longest - 1, longest - 1 + width, device=runner.device).expand_as(tokens)
+    context = getattr(runner.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None:
+        positions = positions.masked_fill(positions >= context, -1)
 
     def timed() -> float:
         started = time.perf_counter()
-        runner.forward(tokens, nowhere, longest)
+        runner.forward(tokens, positions, longest - 1 + width)
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
         return time.perf_counter() - started
 
     timed()
     return median(timed() for _ in range(TIMED_PASSES))
-
-
-RUNNERS: dict[str, type[ModelRunner]] = {"eager": EagerRunner}
-
-
-def create_runner(model: PreTrainedModel, rows: int, capacity: int, config: SpeculationConfig) -> ModelRunner:
-    """Return the runner that `config.runner` names, for `model`."""
-    return RUNNERS[config.runner](model, rows, capacity, config)

@@ -28,6 +28,7 @@ from hf_dsde.counts import (
     settle,
     sum_rows,
 )
+from hf_dsde.graphs import RecordingCosts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -206,6 +207,9 @@ class SpeculationStatistics(SpeculationCounts):
             accepted_by_position=_add_by_position(part.accepted_by_position for part in parts),
             plain_steps=sum(part.plain_steps for part in parts),
             prefill_seconds=math.fsum(part.prefill_seconds for part in parts),
+            recorded_passes=sum(part.recorded_passes for part in parts),
+            recording_seconds=math.fsum(part.recording_seconds for part in parts),
+            recording_bytes=sum(part.recording_bytes for part in parts),
         )
 
     def __str__(self) -> str:
@@ -257,6 +261,7 @@ class StatisticsRecorder:
         pass_width: int,
         times: PhaseTimes,
         pass_rows: int | None = None,
+        packed_tokens: int | None = None,
     ) -> None:
         """Add one round. Sequences have one entry per row; rows that are not active have zeros.
 
@@ -270,6 +275,7 @@ class StatisticsRecorder:
             times: Seconds of the phases.
             pass_rows: Rows in the target's pass, those included that had finished and still kept their place. None
                 stands for all.
+            packed_tokens: Tokens in the target's pass when it was packed; None when it was padded.
 
         Raises:
             ValueError: If the numbers contradict each other.
@@ -283,16 +289,18 @@ class StatisticsRecorder:
             pass_width,
             self.rows if pass_rows is None else pass_rows,
             times,
+            packed_tokens,
         )
         check_round(entry, self.rows)
         self._rounds.append(entry)
 
-    def finish(self, output_lengths: Sequence[int]) -> SpeculationStatistics:
+    def finish(self, output_lengths: Sequence[int], recording: RecordingCosts | None = None) -> SpeculationStatistics:
         """Settle every row at the end of its text and sum up.
 
         Args:
             output_lengths: Generated tokens of each row that are part of the output, at most what was
                 emitted.
+            recording: What recording passes has cost in this call; None for nothing.
 
         Raises:
             ValueError: If `output_lengths` has not one entry per row.
@@ -300,6 +308,7 @@ class StatisticsRecorder:
         """
         if len(output_lengths) != self.rows:
             raise ValueError(f"`output_lengths` has {len(output_lengths)} entries; need one per row, {self.rows}.")
+        recording = recording or RecordingCosts()
         left = list(output_lengths)
         settled = [[settle(entry, row, left) for row in range(self.rows)] for entry in self._rounds]
         if any(left):
@@ -319,6 +328,9 @@ class StatisticsRecorder:
             ),
             plain_steps=max(output_lengths, default=0),
             prefill_seconds=self._prefill_seconds,
+            recorded_passes=recording.passes,
+            recording_seconds=recording.seconds,
+            recording_bytes=recording.bytes,
         )
 
 
@@ -334,8 +346,10 @@ _COUNTS = (
     "padding",
     "idle",
     "plain_steps",
+    "recorded_passes",
+    "recording_bytes",
 )
-_PHASES = ("draft", "verify", "bookkeeping", "policy", "prefill", "total")
+_PHASES = ("draft", "verify", "bookkeeping", "policy", "prefill", "recording", "total")
 _RATIOS = (
     "acceptance_rate",
     "block_efficiency",

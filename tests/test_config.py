@@ -169,7 +169,7 @@ class TestReplace:
         ({"max_draft_length": True}, TypeError, ["`max_draft_length` is True", "an integer"]),
         ({"max_draft_length": 8.0}, TypeError, ["`max_draft_length` is 8.0"]),
         ({"fill_to_batch": 1}, TypeError, ["`fill_to_batch` is 1", "True or False"]),
-        ({"runner": "graph"}, ValueError, ["`runner` is 'graph'", "'eager'"]),
+        ({"runner": "fast"}, ValueError, ["`runner` is 'fast'", "'eager'"]),
         ({"width_buckets": ()}, ValueError, ["`width_buckets` is ()", "ascending"]),
         ({"width_buckets": (8, 4)}, ValueError, ["`width_buckets` is (8, 4)", "ascending"]),
         ({"width_buckets": (0, 4)}, ValueError, ["at least 1"]),

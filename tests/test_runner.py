@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_dsde import attention
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.runner import WIDTH_BUCKETS, BlockBuffers, EagerRunner, attention_kinds, create_runner, next_bucket
+from hf_dsde.runner import WIDTH_BUCKETS, BlockBuffers, EagerRunner, attention_kinds, next_bucket
+from hf_dsde.runners import create_runner
 from hf_dsde.sequences import SequenceBatch
 
 LENGTHS = [9, 1, 5]

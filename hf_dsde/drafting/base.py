@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_dsde.graphs import RecordingCosts
 from hf_dsde.policies.base import Signal, StoppingPolicy
 from hf_dsde.sequences import SequenceBatch
 
@@ -38,6 +39,11 @@ class DraftRequest:
     def width(self) -> int:
         """The longest draft asked for."""
         return max(self.length_counts, default=0)
+
+    @property
+    def pass_counts(self) -> list[int]:
+        """Tokens of each row in the target's pass, if every row drafts all that it may."""
+        return [n + 1 if on else 0 for n, on in zip(self.length_counts, self.active_rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,11 @@ class Drafter(ABC):
     @abstractmethod
     def model(self) -> PreTrainedModel:
         """The model that drafts."""
+
+    @property
+    def recording_costs(self) -> RecordingCosts:
+        """What recording passes of the draft has cost so far."""
+        return RecordingCosts()
 
     @abstractmethod
     def active(self) -> AbstractContextManager[None]:

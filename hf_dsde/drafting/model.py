@@ -17,14 +17,20 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, DraftRequest
+from hf_dsde.drafting.stop_flag import StopFlag
+from hf_dsde.graphs import RecordingCosts
 from hf_dsde.policies.base import DraftStep, Signal, StoppingPolicy
-from hf_dsde.runner import create_runner, pass_seconds
+from hf_dsde.runner import pass_seconds
+from hf_dsde.runners import create_runner
 from hf_dsde.sampling import BlockProcessor, choose, processors_on
 from hf_dsde.sequences import SequenceBatch
+from hf_dsde.transfers import upload
 
 UNKNOWN_TOKEN_LOGIT = -1e4
 """Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
 everything else leaves a distribution, and no NaN."""
+STOP_LAG = 0
+"""Draft steps by which the host learns late that no row drafts on."""
 
 
 @dataclass
@@ -36,9 +42,11 @@ class _Proposal:
     logits: list[Tensor] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)
+    passes: int = 0
 
     def add(self, step: DraftStep, probs: Tensor | None, signals_needed: frozenset[Signal]) -> None:
         """Keep a step's tokens, the law they were drawn from, and the signals somebody asked for."""
+        self.passes += 1
         self.tokens.append(step.tokens)
         if probs is not None:
             self.probs.append(probs)
@@ -48,6 +56,11 @@ class _Proposal:
             self.entropy.append(step.entropy)
         if Signal.CONFIDENCE in signals_needed:
             self.confidence.append(step.confidence)
+
+    def drop_last(self, count: int) -> None:
+        """Forget steps in which no row drafted."""
+        for steps in (self.tokens, self.probs, self.logits, self.entropy, self.confidence):
+            del steps[len(steps) - count :]
 
 
 class ModelDrafter(Drafter):
@@ -90,6 +103,11 @@ class ModelDrafter(Drafter):
         """The draft."""
         return self._runner.model
 
+    @property
+    def recording_costs(self) -> RecordingCosts:
+        """What recording passes of the draft has cost so far."""
+        return self._runner.recording_costs
+
     def active(self) -> AbstractContextManager[None]:
         """Hold the draft's attention setting."""
         return self._runner.active()
@@ -99,7 +117,7 @@ class ModelDrafter(Drafter):
         limit = self._context if self._context is not None else max(sequences.prompt_lengths)
         self._cached = [min(length - 1, limit) for length in sequences.prompt_lengths]
         prompts = sequences.prompts().to(self._device)
-        self._runner.prefill(self._known(prompts), torch.tensor(self._cached, device=self._device), max(self._cached))
+        self._runner.prefill(self._known(prompts), upload(self._cached, self._device), max(self._cached))
 
     def room(self, sequences: SequenceBatch) -> Tensor | None:
         """A row can draft until it has filled the draft's context."""
@@ -121,6 +139,7 @@ class ModelDrafter(Drafter):
         proposal = _Proposal()
         logits = self._catch_up(sequences, request)
         ends = sequences.lengths.to(self._device)
+        flag = StopFlag(STOP_LAG)
         for position in range(request.width):
             if position > 0:
                 logits = self._feed(sequences, ends, proposal.tokens[-1], position, drafting)
@@ -135,8 +154,11 @@ class ModelDrafter(Drafter):
             drafting = drafting & (lengths > position + 1)
             if policy.stops_inside_round:
                 drafting = self._ask(policy, step, drafting, sequences.device)
-                if position + 1 < request.width and not bool(drafting.any()):
-                    break
+                if position + 1 < request.width or STOP_LAG > 0:
+                    flag.ask(drafting)
+                    if flag.nobody_drafts():
+                        proposal.drop_last(STOP_LAG)
+                        break
         candidates = self._candidates(proposal, drafted, sequences.device)
         sequences.write_behind(candidates.tokens)
         return candidates
@@ -161,7 +183,8 @@ class ModelDrafter(Drafter):
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         width = max(count for count, fit in zip(missing, fits, strict=True) if fit)
         tokens, positions = sequences.tail(width)
-        positions = positions.masked_fill(~torch.tensor(fits, device=positions.device)[:, None], -1)
+        if not all(fits):
+            positions = positions.masked_fill(~upload(fits, positions.device)[:, None], -1)
         longest = max(length for length, fit in zip(lengths, fits, strict=True) if fit)
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
         return self._align(self._runner.forward(self._known(tokens), positions, longest, keep=1)[:, 0])
@@ -199,7 +222,7 @@ class ModelDrafter(Drafter):
             tokens=tokens,
             lengths=drafted.to(device),
             probs=stacked(proposal.probs),
-            steps=len(proposal.tokens),
+            steps=proposal.passes,
             logits=stacked(proposal.logits),
             entropy=stacked(proposal.entropy),
             confidence=stacked(proposal.confidence),

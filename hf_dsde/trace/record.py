@@ -31,7 +31,7 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.loop import SpeculativeLoop
 from hf_dsde.pairs import Pair
-from hf_dsde.runner import create_runner
+from hf_dsde.runners import create_runner
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.token_feed import TokenFeed
 from hf_dsde.trace.position_signals import position_signals

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.model import UNKNOWN_TOKEN_LOGIT
-from hf_dsde.runner import create_runner
+from hf_dsde.runner import EagerRunner
 
 POSITIONS_AT_ONCE = 128
 """Positions, over all rows, whose logits exist at the same time: 25 MB of them per model at 49,152 tokens."""
@@ -104,7 +104,7 @@ class _Scorer:
         # Ids that only the target has are fed as the draft's last one, as in drafting.
         self._tokens = tokens.to(model.device).clamp_max(last_id)
         self._device = tokens.device
-        self._runner = create_runner(model, tokens.shape[0], tokens.shape[1], config)
+        self._runner = EagerRunner(model, tokens.shape[0], tokens.shape[1], config)
         with self._runner.active():
             stored = (prompts - 1).to(model.device)
             self._runner.prefill(self._tokens, stored, int(stored.max()))

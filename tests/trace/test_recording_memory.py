@@ -66,7 +66,7 @@ def test_no_logits_are_kept_from_batch_to_batch(tmp_path):
 
 def test_scoring_never_asks_a_model_for_more_than_a_chunk(tmp_path, monkeypatch):
     sizes = []
-    original = scoring.create_runner
+    original = scoring.EagerRunner
 
     def create(*arguments):
         runner = original(*arguments)
@@ -80,7 +80,7 @@ def test_scoring_never_asks_a_model_for_more_than_a_chunk(tmp_path, monkeypatch)
         runner.forward = spy
         return runner
 
-    monkeypatch.setattr(scoring, "create_runner", create)
+    monkeypatch.setattr(scoring, "EagerRunner", create)
     monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 8)
     record(tmp_path / "trace", batch_size=4, max_new_tokens=40)
     assert max(sizes) == 8

@@ -1,0 +1,373 @@
+"""The forward pass of Llama-like models over flat tokens, and which models it is the forward pass of.
+
+Matrix products, the embedding and the rotary module are the model's own modules, called as they are, so that adapters
+and quantised weights work. What lies between them, the model's blocks do in dozens of small operations; here each
+stretch is one operation of a module that is given: `hf_dsde.fused.kernels` or `hf_dsde.fused.reference`. That module
+may also take over the products of plain linear modules that share an input, where it says that this pays.
+
+Whatever somebody attached to a block that is not called would be lost silently. `why_not_fused` finds that out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
+
+from hf_dsde import attention, compat
+from hf_dsde.cache import RaggedCache
+from hf_dsde.fused.block import TokenBlock
+
+FAMILIES = {
+    f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+}
+"""Modeling file of each supported family -> the prefix of its class names."""
+
+_LAYER_PARTS = {
+    "": "DecoderLayer",
+    ".self_attn": "Attention",
+    ".mlp": "MLP",
+    ".input_layernorm": "RMSNorm",
+    ".post_attention_layernorm": "RMSNorm",
+}
+_QK_NORMS = {".self_attn.q_norm": "RMSNorm", ".self_attn.k_norm": "RMSNorm"}
+_OTHER_ARITHMETIC = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "pretraining_tp": 1}
+"""Fields that ask for other arithmetic unless they have this value, where a configuration has them."""
+_CAPTURING = "transformers.utils.output_capturing"
+"""Where the hooks come from that a model keeps once `output_hidden_states` was asked for. They only record."""
+
+
+class FusedOps(Protocol):
+    """What a pass is made of beside the model's modules. `hf_dsde.fused.reference` documents each operation."""
+
+    def pays(self, tokens: int, rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Say whether `linears` and `gated_linear` are preferred to modules, for weights `[rows, width]` in all."""
+
+    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> list[Tensor]:
+        """Return the product with each of one to three weights."""
+
+    def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(x gate^T) * (x up^T)."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return the normalised `x`."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return the normalised sum of `x` and `residual`, and the sum."""
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Return turned queries, and store turned keys, and values."""
+
+    def ragged_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block: TokenBlock,
+        scaling: float,
+        window: int | None,
+        reach: int,
+    ) -> Tensor:
+        """Return what each token reads from its cache row."""
+
+
+@dataclass(frozen=True)
+class _Norm:
+    weight: Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: Any) -> _Norm:
+        return cls(module.weight, module.variance_epsilon)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer: the modules that are called, and the numbers that its own `forward` would use."""
+
+    attention: Any
+    mlp: Any
+    input_norm: _Norm
+    middle_norm: _Norm
+    query_norm: _Norm | None
+    key_norm: _Norm | None
+    cache_index: int
+    window: int | None
+
+    @classmethod
+    def of(cls, module: Any, window: int | None) -> _Layer:
+        attend = module.self_attn
+        normed = hasattr(attend, "q_norm")
+        return cls(
+            attention=attend,
+            mlp=module.mlp,
+            input_norm=_Norm.of(module.input_layernorm),
+            middle_norm=_Norm.of(module.post_attention_layernorm),
+            query_norm=_Norm.of(attend.q_norm) if normed else None,
+            key_norm=_Norm.of(attend.k_norm) if normed else None,
+            cache_index=attend.layer_idx,
+            window=window,
+        )
+
+
+class FusedDecoder:
+    """Runs a supported model over flat tokens and a ragged cache.
+
+    Modules are looked up once: a model whose layers are replaced afterwards needs another decoder.
+
+    Args:
+        model: In evaluation, on one device.
+        ops: The operations between matrix products, usually a module.
+
+    Raises:
+        ValueError: If `why_not_fused` names a reason.
+    """
+
+    def __init__(self, model: PreTrainedModel, ops: FusedOps) -> None:
+        reason = why_not_fused(model)
+        if reason is not None:
+            msg = f"model: no fused pass is known for {type(model).__name__}: {reason}. Run it with the eager runner."
+            raise ValueError(msg)
+        body: Any = model.model
+        self._ops = ops
+        self._embedding = body.embed_tokens
+        self._rotary = body.rotary_emb
+        self._final_norm = _Norm.of(body.norm)
+        self._head: Any = model.lm_head
+        windows = _windows(type(model).__module__, body.config)
+        self._layers = [_Layer.of(layer, window) for layer, window in zip(_layers(model), windows, strict=True)]
+
+    @torch.no_grad()
+    def __call__(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> Tensor:
+        """Run a block, storing its keys and values in the slots that its positions name.
+
+        Args:
+            block: T tokens over R cache rows.
+            cache: Of R rows, with buffers already allocated in every layer.
+            reach: Bound on the largest position + 1, known to the host, a multiple of 64.
+            keep: Flat indices of the tokens whose logits are wanted, int64; None for all.
+
+        Returns:
+            Logits, `[len(keep) or T, vocabulary]`, of the dtype that the head returns. Anything finite where there is
+            no token.
+
+        Raises:
+            RuntimeError: If a layer of the cache has no buffers yet.
+        """
+        ops = self._ops
+        stream = self._embedding(block.tokens)
+        turn = self._rotary(stream, block.positions.clamp_min(0)[None])
+        cos, sin = turn[0][0], turn[1][0]
+        slots = block.positions.masked_fill(block.positions < 0, cache.capacity)
+        added: Tensor | None = None
+        for layer in self._layers:
+            norm = layer.input_norm
+            if added is None:
+                normed = ops.rms_norm(stream, norm.weight, norm.epsilon)
+            else:
+                normed, stream = ops.add_rms_norm(added, stream, norm.weight, norm.epsilon)
+            added = self._attend(layer, normed, cos, sin, block, slots, cache, reach)
+            norm = layer.middle_norm
+            normed, stream = ops.add_rms_norm(added, stream, norm.weight, norm.epsilon)
+            added = self._products([layer.mlp.down_proj], self._gated(layer.mlp, normed))[0]
+        assert added is not None  # a configuration without layers builds no model
+        if keep is not None:  # before the norm and the head, which nobody needs of the others
+            added, stream = added.index_select(0, keep), stream.index_select(0, keep)
+        normed, _ = ops.add_rms_norm(added, stream, self._final_norm.weight, self._final_norm.epsilon)
+        logits: Tensor = self._head(normed)
+        return logits
+
+    def _attend(
+        self,
+        layer: _Layer,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        block: TokenBlock,
+        slots: Tensor,
+        cache: RaggedCache,
+        reach: int,
+    ) -> Tensor:
+        """One attention sublayer, `[T, H]` to `[T, H]`."""
+        module = layer.attention
+        products = self._products([module.q_proj, module.k_proj, module.v_proj], normed)
+        q, k, v = (product.unflatten(-1, (-1, module.head_dim)) for product in products)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q, k = self._head_norm(q, layer.query_norm), self._head_norm(k, layer.key_norm)
+        keys, values = _buffers(cache, layer.cache_index)
+        q = self._ops.rotate_and_store(q, k, v, cos, sin, keys, values, block.rows, slots)
+        mixed = self._ops.ragged_attention(q, keys, values, block, module.scaling, layer.window, reach)
+        return self._products([module.o_proj], mixed)[0]
+
+    def _products(self, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+        """What each of some linear modules makes of `x`, `[T, N_i]`."""
+        if self._taken_over(modules, x):
+            return self._ops.linears(x, [module.weight for module in modules], [module.bias for module in modules])
+        return [module(x) for module in modules]
+
+    def _gated(self, mlp: Any, x: Tensor) -> Tensor:
+        """The gated product of an MLP, `[T, H]` to `[T, I]`."""
+        gate, up = mlp.gate_proj, mlp.up_proj
+        if self._taken_over((gate, up), x) and gate.bias is None and up.bias is None:
+            return self._ops.gated_linear(x, gate.weight, up.weight)
+        return self._ops.silu_mul(gate(x), up(x))
+
+    def _taken_over(self, modules: Sequence[Any], x: Tensor) -> bool:
+        """Whether the ops compute what these modules would. Looked up anew each time: hooks come and go."""
+        if not all(_is_plain(module, x.dtype) for module in modules):
+            return False
+        return self._ops.pays(len(x), sum(len(module.weight) for module in modules), x.shape[-1], x.dtype)
+
+    def _head_norm(self, states: Tensor, norm: _Norm) -> Tensor:
+        """Normalise every head of `[T, heads, D]` by itself."""
+        return self._ops.rms_norm(states.flatten(0, 1), norm.weight, norm.epsilon).view(states.shape)
+
+
+def _is_plain(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a module is a linear one and nothing else: no subclass, hook, or weight that is more than numbers."""
+    return (
+        type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter  # quantisers and parallelism put subclasses there
+        and module.weight.dtype == dtype
+        and (module.bias is None or module.bias.dtype == dtype)
+        and module.weight.is_contiguous()
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not ("forward" in module.__dict__ or hasattr(module, "_hf_hook"))
+    )
+
+
+def _buffers(cache: RaggedCache, index: int) -> tuple[Tensor, Tensor]:
+    layer = cache.ragged_layers[index]
+    if layer.keys is None or layer.values is None:
+        msg = (
+            f"cache: layer {index} has no buffers yet, and a fused pass allocates none. Store a prompt first, or call "
+            "lazy_initialization on every layer."
+        )
+        raise RuntimeError(msg)
+    return layer.keys, layer.values
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers that the model's own `forward` would call."""
+    body: Any = model.model
+    return list(body.layers[: body.config.num_hidden_layers])
+
+
+def _windows(modeling_file: str, config: PretrainedConfig) -> list[int | None]:
+    """How far each layer looks back. Only Qwen's layers differ; only Llama's never slide."""
+    family = FAMILIES[modeling_file]
+    sliding: int | None = getattr(config, "sliding_window", None)
+    if family == "Llama":
+        return [None] * config.num_hidden_layers
+    if family == "Mistral":
+        return [sliding] * config.num_hidden_layers
+    return [sliding if kind == "sliding_attention" else None for kind in compat.layer_types(config)]
+
+
+def why_not_fused(model: nn.Module) -> str | None:
+    """Say why `FusedDecoder` cannot stand for a model's own `forward`.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        None when it can; otherwise the reason in words, fit to follow a colon.
+    """
+    # A class made by `enable` names the one it was made of; a class derived from that has no such entry of its own.
+    own_class = type(model).__dict__.get("_hf_dsde_own_class", type(model))
+    family = FAMILIES.get(own_class.__module__)
+    if family is None or own_class is not getattr(sys.modules[own_class.__module__], f"{family}ForCausalLM"):
+        supported = ", ".join(f"{name}ForCausalLM" for name in FAMILIES.values())
+        return f"its class is {own_class.__module__}.{own_class.__name__}, and supported are exactly {supported}"
+    return next(_structural_reasons(model, family), None) or next(_arithmetic_reasons(model), None)
+
+
+def _bypassed(model: nn.Module, family: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules whose `forward` is not called, parents first: name, module, and the class that it has to be of."""
+    for name, suffix in (("", "ForCausalLM"), ("model", "Model"), ("model.norm", "RMSNorm")):
+        yield name, model.get_submodule(name), family + suffix
+    parts = {**_LAYER_PARTS, **(_QK_NORMS if family == "Qwen3" else {})}
+    for index, layer in enumerate(_layers(model)):
+        for part, suffix in parts.items():
+            yield f"model.layers.{index}{part}", layer.get_submodule(part[1:]), family + suffix
+
+
+def _structural_reasons(model: nn.Module, family: str) -> Iterator[str]:
+    """Modules that are not what they should be, or to which somebody attached something."""
+    for name, module, expected in _bypassed(model, family):
+        found = type(module)
+        if (found.__name__, found.__module__) != (expected, type(model).__module__):
+            yield f"`{name}` is a {found.__module__}.{found.__name__}, not a {expected}"
+        if found.forward.__module__ != found.__module__:
+            yield f"{found.__name__}.forward was replaced by one of {found.forward.__module__}"
+        yield from _attachments(name or "the model", module)
+    for layer in _layers(model):
+        activation: Any = layer.get_submodule("mlp.act_fn")
+        if type(activation) not in (nn.SiLU, SiLUActivation):
+            yield f"its MLP activation is {type(activation).__name__}, not silu"
+        yield from _attachments("mlp.act_fn", activation)
+
+
+def _attachments(name: str, module: nn.Module) -> Iterator[str]:
+    """What would happen around a module's `forward` if it were called."""
+    replaced = module.__dict__.get("forward")
+    # Taking off an accelerate hook leaves the module's own method behind as an attribute, which changes nothing.
+    if replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward:
+        yield f"`forward` of {name} was replaced, and a fused pass does not call it"
+    if hasattr(module, "_hf_hook"):
+        yield f"{name} has an accelerate hook, which a fused pass would not run"
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks):
+        yield f"{name} has a forward hook, which a fused pass would not run"
+
+
+def _arithmetic_reasons(model: Any) -> Iterator[str]:
+    """Settings under which the model's own modules compute, or are placed, otherwise."""
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        yield f"it is split over {model._tp_size} devices (tensor parallel)"
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        yield f"its parameters are on several devices ({', '.join(devices)})"
+    fields = {name: getattr(model.config, name, usual) for name, usual in _OTHER_ARITHMETIC.items()}
+    for name, value in fields.items():
+        if value not in (None, _OTHER_ARITHMETIC[name]):
+            yield f"its configuration sets {name}={value}"
+    if not attention.reproduces_attention(model):
+        yield f"its attention is set to {model.config._attn_implementation!r}, which stays as it is"
+    head_dim = model.model.layers[0].self_attn.head_dim
+    turned = 2 * model.model.rotary_emb.inv_freq.shape[-1]
+    if turned != head_dim:
+        yield f"its rotary embedding turns {turned} of {head_dim} dimensions of a head"
+    yield from _state_reasons(model)
+
+
+def _state_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """What may differ from layer to layer of one model."""
+    for name, bypassed, expected in _bypassed(model, FAMILIES[type(model).__module__]):
+        module: Any = bypassed
+        # Of another dtype than the states, a norm's weight would change the dtype of everything behind it.
+        if expected.endswith("RMSNorm") and module.weight.dtype != model.dtype:
+            yield f"`{name}` has weights of {module.weight.dtype}, but the model is {model.dtype}"
+        if expected.endswith("Attention") and module.training and module.attention_dropout:
+            yield "it is in training, with attention dropout; call model.eval()"

@@ -1,0 +1,334 @@
+"""A runner that records each shape of pass once and replays it.
+
+Launching the kernels of an eager pass takes the host longer than the device needs to run them, whatever the model's
+size; a replayed graph is one launch. Passes are recorded when their shape is first met, per rows, width, part of the
+cache in view and kept columns. Prompts are stored eagerly.
+
+What is recorded is either the model's own forward pass or, for models whose structure is known, `FusedDecoder`'s, which
+runs the same matrices with fewer kernels between them and looks back by lengths instead of masks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_dsde.cache import RaggedCache
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.fused.block import TokenBlock
+from hf_dsde.fused.decoder import FusedDecoder
+from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts, Replay
+from hf_dsde.packing import PackedTokens
+from hf_dsde.runner import BlockBuffers, EagerRunner, next_bucket, next_multiple
+from hf_dsde.transfers import upload
+
+PACKED_WIDTHS = (4, 8, 16, 32, 64)
+"""Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
+MIN_REACH = 512
+"""Smallest bound of a row's length that a fused pass is recorded for; bounds double from there."""
+CAPACITY_STEP = 256
+"""Caches hold a multiple of this many slots, so that calls with similar prompts find the same one."""
+KEPT_WORKSPACES = 2
+"""Workspaces of a model that are kept between calls: a model may be target and draft at once."""
+
+
+@dataclass
+class _RecordedPass:
+    """A recorded pass and the static tensors that it reads.
+
+    Attributes:
+        replay: Runs the pass.
+        buffers: Its tokens and positions.
+        block: The same, flat, with the rows they belong to, for a fused pass; None for the model's own.
+        keep: Indices of the tokens whose logits a fused pass gives, if not all: the replay reads it.
+        choice: Number of the choice of rows that a padded `block` holds now.
+    """
+
+    replay: Replay
+    buffers: BlockBuffers
+    block: TokenBlock | None = None
+    keep: Tensor | None = None
+    choice: int = 0
+
+
+@dataclass
+class Workspace:
+    """What outlives a call: a cache, and the passes recorded over it. It does not keep the model alive.
+
+    Attributes:
+        key: What has to be equal for another call to use it.
+        cache: Keys and values.
+        passes: Recorded passes.
+        capture: Records further ones.
+    """
+
+    key: tuple[Any, ...]
+    cache: RaggedCache
+    passes: CapturedPasses[_RecordedPass]
+    capture: Capture
+
+    @property
+    def costs(self) -> RecordingCosts:
+        """What recording has cost since the workspace was made."""
+        return RecordingCosts(self.passes.captures, self.passes.seconds, self.capture.bytes)
+
+    def start_anew(self) -> None:
+        """Forget the last call's text, and which of its rows were still in at the end."""
+        self.cache.clear()
+        for entry in self.passes.entries():
+            entry.choice = -1
+
+
+class Workspaces:
+    """Idle workspaces by model. Taking one removes it, so that calls in several threads never share one."""
+
+    def __init__(self) -> None:
+        self._idle: WeakKeyDictionary[PreTrainedModel, list[Workspace]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def take(self, model: PreTrainedModel, key: tuple[Any, ...], capacity: int) -> Workspace | None:
+        """Return a workspace with that key and at least that capacity; if there is none, free the idle ones."""
+        with self._lock:
+            idle = self._idle.get(model, [])
+            for place, workspace in enumerate(idle):
+                if workspace.key == key and workspace.cache.capacity >= capacity:
+                    return idle.pop(place)
+            self._idle.pop(model, None)
+            return None
+
+    def give_back(self, model: PreTrainedModel, workspace: Workspace) -> None:
+        """Keep a workspace for later calls."""
+        with self._lock:
+            idle = self._idle.setdefault(model, [])
+            idle.append(workspace)
+            del idle[:-KEPT_WORKSPACES]
+
+    def release(self, model: PreTrainedModel) -> None:
+        """Free all idle workspaces of a model."""
+        with self._lock:
+            self._idle.pop(model, None)
+
+
+workspaces = Workspaces()
+
+
+class GraphRunner(EagerRunner):
+    """Replays recorded passes.
+
+    Args:
+        model: As for any runner.
+        rows: As for any runner.
+        capacity: As for any runner.
+        config: As for any runner.
+        fused: Runs the model's layers with fewer kernels; None to record the model's own forward pass.
+        make_capture: Called when there is no workspace to reuse; returns what records passes.
+        forward: Stands in for the model when its own forward pass is recorded, such as a compiled one.
+        on_failure: Called with the exception of a pass that could not be recorded; the runner then goes on eagerly.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        capacity: int,
+        config: SpeculationConfig,
+        *,
+        fused: FusedDecoder | None,
+        make_capture: Callable[[], Capture],
+        on_failure: Callable[[Exception], None],
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config)
+        if forward is not None:
+            self._forward = forward
+        self._fused = fused
+        self._on_failure = on_failure
+        self._recording = True
+        key = workspace_key(model, rows, config, fused is not None)
+        found = workspaces.take(model, key, capacity) if key is not None else None
+        self._kept = key is not None
+        self._workspace = found or Workspace(key or (), self.cache, CapturedPasses(config.max_graphs), make_capture())
+        self._workspace.start_anew()
+        self.cache = self._workspace.cache
+        self._before = self._workspace.costs
+        self._live = torch.arange(rows, device=self.device)
+        self._choices = 0
+
+    @property
+    def recording_costs(self) -> RecordingCosts:
+        """What recording has cost since this runner was made."""
+        return self._workspace.costs - self._before
+
+    @property
+    def packs(self) -> bool:
+        """Whether `forward_packed` can be called."""
+        return self._fused is not None and self._recording
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """As for any runner; at the end, what was recorded is kept for the next call."""
+        with super().active():
+            yield
+        if self._kept and self._recording:
+            workspaces.give_back(self.model, self._workspace)
+
+    def forward(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Tensor:
+        """As for any runner."""
+        width = tokens.shape[1]
+        if not self._recording or not self.cache.is_allocated:
+            return super().forward(tokens, positions, longest, keep)
+        bucket = next_bucket(width, self._width_buckets)
+        kept = keep if keep == 1 else bucket
+        logits = self._replayed(("padded", len(self._live), bucket, kept), tokens, positions, longest)
+        if logits is None:
+            return super().forward(tokens, positions, longest, keep)
+        return self._of_everyone(logits[:, -(keep or width) :].to(torch.float32, copy=True))
+
+    def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
+        """As for any runner; `packs` says whether it can."""
+        if not self.packs:
+            return super().forward_packed(tokens, positions, counts, size, longest)
+        packed = PackedTokens.of(tokens.to(self.device), positions.to(self.device), counts.to(self.device), size)
+        reach = self._reach(longest)
+        widest = next_bucket(tokens.shape[1], PACKED_WIDTHS)
+        entry = self._entry(("packed", size, widest), reach)
+        if entry is None:
+            return self.forward(tokens, positions, longest)
+        assert entry.block is not None
+        for name in ("tokens", "rows", "positions", "starts", "counts"):
+            getattr(entry.block, name).copy_(getattr(packed, name))
+        entry.replay()
+        return entry.replay.output[packed.unpacked].float()
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, longest: int) -> None:
+        """As for any runner; eagerly."""
+        recording, self._recording = self._recording, False
+        super().prefill(tokens, lengths, longest)
+        self._recording = recording
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """As for any runner, when the fused decoder runs: rows stay where they are in the cache.
+
+        The number of rows in a pass is halved at most, so that few shapes are recorded; places that are left over keep
+        rows that have finished. A recorded forward pass of the model's own keeps all rows.
+        """
+        if self._fused is None or not self._recording:
+            return
+        places = 1 << (len(rows) - 1).bit_length()
+        if places >= len(self.live_rows):
+            return
+        finished = [row for row in self.live_rows if row not in rows]
+        self.live_rows = sorted([*rows, *finished[: places - len(rows)]])
+        self._live = self._live_index = upload(self.live_rows, self.device)
+        self._choices += 1
+
+    def _replayed(self, shape: tuple[Any, ...], tokens: Tensor, positions: Tensor, longest: int) -> Tensor | None:
+        """Run a padded block by replaying the pass of its shape; None when that cannot be recorded."""
+        entry = self._entry(shape, self._reach(longest))
+        if entry is None:
+            return None
+        entry.buffers.fill(self._of_live_rows(tokens), self._of_live_rows(positions))
+        if entry.block is not None and entry.choice != self._choices:
+            self._place(entry.block)
+            entry.choice = self._choices
+        entry.replay()
+        return entry.replay.output
+
+    def _entry(self, shape: tuple[Any, ...], reach: int) -> _RecordedPass | None:
+        """Return the recorded pass of a shape, None when it cannot be recorded."""
+        if self.cache.reserve(reach):
+            self._workspace.passes.clear()
+        try:
+            return self._workspace.passes.get((*shape, reach), lambda: self._record(shape, reach))
+        except Exception as failure:  # noqa: BLE001 - whatever a model's code or the device has against recording
+            self._give_up(failure)
+            return None
+
+    def _reach(self, longest: int) -> int:
+        """Round a bound on the rows' lengths up: masks have its width, fused passes only size their launches by it."""
+        if self._fused is None:
+            return next_multiple(longest, self._config.view_bucket)
+        return max(MIN_REACH, 1 << (longest - 1).bit_length())
+
+    def _record(self, shape: tuple[Any, ...], reach: int) -> _RecordedPass:
+        if shape[0] == "packed":
+            return self._record_packed(shape[1], shape[2], reach)
+        _, rows, width, kept = shape
+        buffers = BlockBuffers(rows, width, self.device)
+        if self._fused is None:
+            return _RecordedPass(self._workspace.capture(self._own_forward(buffers, reach, kept)), buffers)
+        block = self._fused_block(rows * width, width, buffers)
+        self._place(block)
+        columns = torch.arange(rows * width, device=self.device).view(rows, width)
+        keep = None if kept == width else columns[:, -kept:].flatten()
+        body = self._fused_forward(block, reach, keep)
+        replay = self._workspace.capture(lambda: body().view(rows, kept, -1))
+        return _RecordedPass(replay, buffers, block, keep, self._choices)
+
+    def _record_packed(self, size: int, widest: int, reach: int) -> _RecordedPass:
+        buffers = BlockBuffers(1, size, self.device)
+        block = self._fused_block(size, widest, buffers)
+        return _RecordedPass(self._workspace.capture(self._fused_forward(block, reach, None)), buffers, block)
+
+    def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> TokenBlock:
+        return TokenBlock(
+            tokens=buffers.tokens.view(-1),
+            rows=torch.zeros(size, dtype=torch.long, device=self.device),
+            positions=buffers.positions.view(-1),
+            starts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
+            counts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
+            max_count=widest,
+        )
+
+    def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Body:
+        """Return the model's own forward pass, with the masks that it needs."""
+
+        def body() -> Tensor:
+            buffers.masks.clear()
+            self._fill_masks(buffers, view)
+            self.cache.aim(buffers.positions, view)
+            return self._execute(buffers, kept)
+
+        return body
+
+    def _fused_forward(self, block: TokenBlock, reach: int, keep: Tensor | None) -> Body:
+        fused, cache = self._fused, self.cache
+        assert fused is not None
+        return lambda: fused(block, cache, reach, keep)
+
+    def _place(self, block: TokenBlock) -> None:
+        """Write into a padded block where the rows that are still in have their tokens."""
+        width = block.max_count
+        block.rows.copy_(self._live.repeat_interleave(width))
+        first = torch.arange(0, len(self._live) * width, width, dtype=torch.int32, device=self.device)
+        block.starts.zero_().index_copy_(0, self._live, first)
+        block.counts.zero_().index_fill_(0, self._live, width)
+
+    def _give_up(self, failure: Exception) -> None:
+        """Go on without recording: bring the cache into the form that an eager pass takes, and say why."""
+        self._recording = False
+        self._workspace.passes.clear()
+        if self._live_index is not None:
+            self.cache.select_rows(self._live_index)
+        self._on_failure(failure)
+
+
+def workspace_key(model: PreTrainedModel, rows: int, config: SpeculationConfig, fused: bool) -> tuple[Any, ...] | None:
+    """Return what has to be equal for recorded passes to be right; None when nothing could tell.
+
+    Recorded passes read the weights where they lay and do what the modules did at the time. So the weights' addresses
+    count, and models with modules from elsewhere, such as adapters that can be switched off, record anew in each call.
+    """
+    if any(type(module).__module__.partition(".")[0] not in ("torch", "transformers") for module in model.modules()):
+        return None
+    addresses = tuple(t.data_ptr() for group in (model.parameters(), model.buffers()) for t in group)
+    settings = (config.runner, config.view_bucket, config.packed_attention, model.config._attn_implementation)
+    return (rows, fused, settings, hash(addresses))

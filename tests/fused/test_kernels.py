@@ -1,0 +1,157 @@
+"""The Triton kernels without a GPU: interpreted, and compiled for one that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device the kernels are tested as they are"),
+]
+
+
+@pytest.mark.parametrize("name", ["interpreted_kernels.py", "interpreted_products.py"])
+def test_kernels_compute_what_they_should_when_interpreted(name):
+    # Triton decides at its import whether it interprets, and transformers has imported it into this process.
+    file = Path(__file__).with_name(name)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def _compile(kernel, types, constants, warps, stages=3, **more):
+    """Compile for an H100 (compute capability 9.0), with pointers and strides that are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name not in constants | types]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = {"num_warps": warps, "num_stages": stages, **more}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize(("queries", "divided", "window"), [(4, True, 0), (24, False, 4096), (64, False, 0)])
+def test_attention_compiles_to_tensor_cores_fed_by_asynchronous_copies(tmp_path, monkeypatch, queries, divided, window):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from hf_dsde.fused import attention_kernel
+    from hf_dsde.fused.attention_plan import plan_launch
+
+    plan = plan_launch(queries, 64, 4096, 128, 2, 132)
+    pointers = dict.fromkeys(("q", "keys", "values"), "*bf16") | dict.fromkeys(("rows", "positions"), "*i64")
+    types = pointers | {
+        "starts": "*i32",
+        "counts": "*i32",
+        "total": "i32",
+        "query_blocks": "i32",
+        "splits": "i32",
+        "log_scale": "fp32",
+    }
+    types |= dict.fromkeys(("out", "logsums"), "*fp32" if divided else "*bf16")
+    sizes = {"group": 4, "window": window, "dim": 128, "value_dim": 128, "block_dim": 128, "block_value": 128}
+    blocks = {"block_m": plan.block_m, "block_n": plan.block_n, "divided": divided, "fewest": 128, "precision": "tf32"}
+    compiled = _compile(attention_kernel._attention_kernel, types, sizes | blocks, plan.warps, plan.stages)
+    code = compiled.asm["ptx"]
+    assert "mma" in code
+    assert "cp.async" in code
+    assert compiled.metadata.shared <= 113 * 1024  # two programs per multiprocessor
+
+
+def test_the_other_kernels_compile(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from hf_dsde.fused import attention_kernel, kernels
+
+    half = dict.fromkeys(("x", "residual", "weight", "normed", "summed"), "*bf16") | {"total": "i32", "eps": "fp32"}
+    for add, tile, dim in ((True, 1, 5120), (False, 8, 128)):
+        block = {"dim": dim, "block": max(128, 8192 if dim > 4096 else dim), "tile": tile, "add": add}
+        assert _compile(kernels._norm_kernel, half, block, 8).metadata.num_warps == 8
+    gated = dict.fromkeys(("gate", "up", "out"), "*bf16")
+    assert "ld.global.v4" in _compile(kernels._silu_mul_kernel, gated, {"dim": 8960, "block": 1024}, 4).asm["ptx"]
+    merged = {
+        "means": "*fp32",
+        "logsums": "*fp32",
+        "values": "*bf16",
+        "out": "*bf16",
+        "rows": "*i64",
+        "positions": "*i64",
+    }
+    sizes = {"value_dim": 128, "block_value": 128, "splits": 8}
+    assert _compile(attention_kernel._merge_kernel, merged, sizes, 2).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_rotation_keeps_the_rounding_between_product_and_sum(tmp_path, monkeypatch, dtype):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from hf_dsde.fused import kernels
+
+    launched = []
+    kernel = kernels._rotate_and_store_kernel
+    monkeypatch.setattr(kernels, "_rotate_and_store_kernel", Recorder(launched))
+    states, caches = torch.zeros(3, 12, 128), torch.zeros(2, 4, 9, 128)
+    index = torch.zeros(3, dtype=torch.int64)
+    kernels.rotate_and_store(
+        states, states[:, :4], states[:, :4], states[:, 0], states[:, 0], caches, caches, index, index
+    )
+    ((_, given),) = launched
+    types = dict.fromkeys(("q", "k", "v", "cos", "sin", "out", "keys", "values"), f"*{dtype}")
+    types |= {"rows": "*i64", "slots": "*i64"}
+    options = {"warps": given.pop("num_warps"), "enable_fp_fusion": given.pop("enable_fp_fusion")}
+    code = _compile(kernel, types, given, **options).asm["ptx"]
+    assert re.search(r"mul\.rn\.\w*f(16|32)", code)
+    assert not re.search(r"fma\.rn\.\w*f(16|32)", code)
+
+
+class Recorder:
+    """Stands for a kernel, and takes down its launches: arguments by position and by name."""
+
+    def __init__(self, launched):
+        self.launched = launched
+
+    def __getitem__(self, grid):
+        return lambda *values, **named: self.launched.append((values, named))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+@pytest.mark.parametrize(("rows", "width"), [((1536, 512, 512), 1536), ((4096, 1024, 1024), 4096), ((1536,), 6144)])
+def test_products_of_few_tokens_compile_to_vector_copies_into_tensor_cores(tmp_path, monkeypatch, rows, width, tokens):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from hf_dsde.fused import skinny_linear
+
+    for name, pointers in (("_linears_kernel", LINEARS_POINTERS), ("_gated_kernel", ("x", "gate", "up", "out"))):
+        launched, kernel = [], getattr(skinny_linear, name)
+        monkeypatch.setattr(skinny_linear, name, Recorder(launched))
+        x = torch.zeros(tokens, width, dtype=torch.bfloat16)
+        weights = [torch.empty(size, width, dtype=torch.bfloat16) for size in rows]
+        if name == "_linears_kernel":
+            skinny_linear.linears(x, weights, [torch.empty(rows[0], dtype=torch.bfloat16), *[None] * (len(rows) - 1)])
+        else:
+            skinny_linear.gated_linear(x, weights[0], weights[0])
+        ((values, given),) = launched
+        assert len(values) + len(given) - 1 == len(kernel.arg_names)
+        warps = given.pop("num_warps")
+        compiled = _compile(kernel, dict.fromkeys(pointers, "*bf16"), given, warps)
+        code = compiled.asm["ptx"]
+        assert "mma" in code
+        sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+)", code)
+        assert set(sizes) == {"0x10"}
+        assert compiled.metadata.shared <= 113 * 1024  # two programs per multiprocessor
+
+
+LINEARS_POINTERS = ("x", *(f"{name}{place}" for name in ("weight", "bias", "out") for place in range(3)))

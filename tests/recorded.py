@@ -1,0 +1,132 @@
+"""Recording passes on a CPU: what a CUDA graph does, done by noting every tensor operation.
+
+Replaying the notes is replaying a graph: shapes, branches and host numbers are those of the recording, and only the
+contents of static tensors can make a difference. As with a graph, a replay knows where its tensors lay and does not
+keep them alive, and what would have to wait for the device cannot be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from hf_dsde import runners
+
+aten = torch.ops.aten
+WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
+"""Operations whose result the host needs, or whose result's shape depends on data."""
+
+
+class _Address:
+    """A tensor's place in memory, which may be freed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._dtype = tensor.dtype
+
+    def tensor(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        assert storage is not None, "the replay reads memory that nobody keeps: a graph would find something else there"
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)
+
+
+class _Result:
+    """A tensor that an earlier operation of the same replay makes."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Notes(TorchDispatchMode):
+    """Notes operations, and numbers the tensors they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
+        self.numbers: dict[int, int] = {}
+        self._next = count()
+        self._kept: list[Any] = []  # no id may be used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WAITS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        noted = tree_map_only(Tensor, self.place, (args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        outputs, _ = tree_flatten(result)
+        for output in outputs:
+            if isinstance(output, Tensor):
+                self.numbers[id(output)] = next(self._next)
+        self._kept.append((args, kwargs, result))
+        self.calls.append((func, *noted, [self.numbers.get(id(output)) for output in outputs]))
+        return result
+
+    def place(self, tensor: Tensor) -> _Result | _Address:
+        number = self.numbers.get(id(tensor))
+        return _Address(tensor) if number is None else _Result(number)
+
+    def finish(self) -> None:
+        self._kept.clear()
+
+
+class NotedReplay:
+    def __init__(self, notes: _Notes, result: Tensor) -> None:
+        self._calls = notes.calls
+        self._result = notes.place(result)
+        # A replay has to write everything it shows.
+        self.output = torch.full_like(result, float("nan"))
+        notes.finish()
+
+    def __call__(self) -> None:
+        made: dict[int, Tensor] = {}
+
+        def find(place: Any) -> Any:
+            if isinstance(place, _Result):
+                return made[place.number]
+            return place.tensor() if isinstance(place, _Address) else place
+
+        with torch.no_grad():
+            for func, args, kwargs, numbers in self._calls:
+                flat, structure = tree_flatten((args, kwargs))
+                found_args, found_kwargs = tree_unflatten([find(place) for place in flat], structure)
+                outputs, _ = tree_flatten(func(*found_args, **found_kwargs))
+                made.update({n: out for n, out in zip(numbers, outputs, strict=True) if n is not None})
+            self.output.copy_(find(self._result))
+
+
+class NotingCapture:
+    """Counts what it recorded."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.bytes = 0
+
+    def __call__(self, body: Callable[[], Tensor]) -> NotedReplay:
+        with torch.no_grad():
+            body()
+            with _Notes() as notes:
+                result = body()
+        self.recorded += 1
+        return NotedReplay(notes, result)
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> list[NotingCapture]:
+    """Let runners record on the CPU; the list gets what records, one for each cache that is made."""
+    captures: list[NotingCapture] = []
+
+    def capture_on(device: torch.device) -> NotingCapture:
+        captures.append(NotingCapture())
+        return captures[-1]
+
+    monkeypatch.setattr(runners, "can_record", lambda device: True)
+    monkeypatch.setattr(runners, "capture_on", capture_on)
+    return captures
