@@ -1,6 +1,7 @@
 """One layer's attention of a decode pass in several implementations, on caches whose rows have different lengths.
 
 python benchmarks/attention_variants.py --output benchmarks/results/attention_variants_h100.json
+python benchmarks/attention_variants.py --short --sweep
 
 Every time is the median over replays of a CUDA graph that holds many launches, which take turns over caches that
 together exceed the L2 cache. Masks and packed copies are made beforehand, as one pass makes them for all its layers.
@@ -28,15 +29,18 @@ from torch import Tensor, nn
 from hf_dsde import attention, provenance
 from hf_dsde.fused.attention_plan import LaunchPlan, plan_launch
 from hf_dsde.fused.block import TokenBlock
+from hf_dsde.graph_runner import MIN_REACH
 
 ROTATED_BYTES = 192 << 20
 """Caches take turns until they come to this, several times the L2 cache."""
+SHORT_CONTEXT = 330
+"""A question and the middle of its answer: so little to read that the start of a launch decides."""
 Launch = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one measurement; lengths of rows are uniform between half the context and all of it."""
+    """Sizes of one measurement; lengths of rows are uniform between half the context and all of it, or `equal`."""
 
     rows: int
     context: int
@@ -44,6 +48,7 @@ class Shape:
     heads: int
     kv_heads: int
     dim: int
+    equal: bool = False
 
     @property
     def group(self) -> int:
@@ -56,9 +61,22 @@ class Shape:
         return -(-self.context // 64) * 64
 
     @property
+    def reach(self) -> int:
+        """The bound on lengths that a recorded pass knows; it doubles."""
+        return max(MIN_REACH, 1 << (self.context - 1).bit_length())
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of one layer's keys and values."""
         return 2 * 2 * self.rows * self.kv_heads * self.view * self.dim
+
+
+SHORT_SHAPES = [
+    Shape(rows, SHORT_CONTEXT, width, heads, kv_heads, 128, equal=True)
+    for heads, kv_heads, width in ((12, 4, 1), (40, 8, 1), (40, 8, 7))
+    for rows in (8, 32)
+]
+"""Drafting with a small model, and verifying with a large one."""
 
 
 class Batch:
@@ -66,7 +84,8 @@ class Batch:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
-        self.lengths = torch.randint(shape.context // 2, shape.context + 1, (shape.rows,), device=device)
+        shortest = shape.context if shape.equal else shape.context // 2
+        self.lengths = torch.randint(shortest, shape.context + 1, (shape.rows,), device=device)
         self.positions = self.lengths[:, None] - shape.width + torch.arange(shape.width, device=device)
         self.visible = attention.visible_slots(self.positions, shape.view)
         self.packed_mask = attention.packed_mask(self.visible, shape.group, torch.bfloat16)
@@ -168,7 +187,7 @@ def ragged(inputs: Inputs, plan: LaunchPlan | None = None) -> Launch:
     shape, size = inputs.batch.shape, inputs.q.shape
     common = (inputs.q.flatten(0, 1), inputs.keys, inputs.values, inputs.batch.block, shape.dim**-0.5, None)
     if plan is None:
-        return lambda: ragged_attention(*common, shape.view).view(size)
+        return lambda: ragged_attention(*common, shape.reach).view(size)
     return lambda: launch_attention(*common, plan).view(size)
 
 
@@ -186,6 +205,7 @@ def main(
     flex_attention: Annotated[bool, typer.Option(help="Also compile flex_attention, up to context 4096.")] = True,
     sweep: Annotated[bool, typer.Option(help="Also try other launch shapes of our kernel.")] = False,
     quick: Annotated[bool, typer.Option(help="Only width 1 and context 512.")] = False,
+    short: Annotated[bool, typer.Option(help="Only 330 slots a row, and of others only what the runners use.")] = False,
     seed: Annotated[int, typer.Option(help="Of lengths and contents.")] = 0,
 ) -> None:
     """Time every implementation on every shape; needs a CUDA device."""
@@ -196,11 +216,18 @@ def main(
     torch.manual_seed(seed)
     bandwidth = copy_bandwidth(device)
     results = []
-    for shape in track(_shapes(quick=quick), "Measuring", console=Console(stderr=True)):
-        names = [name for name in VARIANTS if name != "flex" or (flex_attention and shape.context <= 4096)]
+    shapes = SHORT_SHAPES if short else _shapes(quick=quick)
+    for shape in track(shapes, "Measuring", console=Console(stderr=True)):
+        compiled = flex_attention and shape.context <= 4096 and not shape.equal
+        names = [name for name in VARIANTS if name != "flex" or compiled]
+        names = ["packed_sdpa", "ragged_kernel"] if short else names
         results.append(_measure(shape, names, bandwidth, device, sweep=sweep))
         torch.cuda.empty_cache()
-    Console(width=160).print(_table(results))
+    console = Console(width=160)
+    console.print(_table(results))
+    if sweep:
+        for result in results:
+            console.print(_sweep_table(result))
     if output is not None:
         result = {
             "provenance": provenance.collect(device),
@@ -212,9 +239,11 @@ def main(
 
 
 def _shapes(*, quick: bool) -> list[Shape]:
+    """Short texts first, then those that grow with `contexts`."""
     contexts, widths = ((512,), (1,)) if quick else ((512, 4096, 16384), (1, 6))
     large = [Shape(r, c, w, 32, 8, 128) for c in contexts for r in (1, 8, 32) for w in widths]
-    return large + [Shape(r, 512, w, 12, 4, 128) for r in (1, 8, 32) for w in widths]
+    small = [Shape(r, 512, w, 12, 4, 128) for r in (1, 8, 32) for w in widths]
+    return [*SHORT_SHAPES, *large, *small]
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -282,14 +311,33 @@ def _graph_microseconds(launches: list[Launch], replays: int = 9) -> float:
 
 
 def _neighbours(shape: Shape, device: torch.device) -> list[LaunchPlan]:
-    """Launch shapes that differ from the chosen one in one respect."""
+    """Launch shapes that differ from the chosen one in one respect; of short texts, also without a merge."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    chosen = plan_launch(shape.width * shape.group, shape.rows * shape.kv_heads, shape.view, shape.dim, 2, processors)
+    chosen = plan_launch(shape.width * shape.group, shape.rows * shape.kv_heads, shape.reach, shape.dim, 2, processors)
+    if shape.context <= SHORT_CONTEXT:  # few, since each is another compilation
+        plans = [chosen, *(replace(chosen, splits=splits) for splits in (1, 2, 4))]
+        whole = replace(chosen, splits=1)
+        plans += [replace(whole, block_n=32), replace(whole, block_n=128, stages=2), replace(whole, stages=4)]
+        plans += [replace(whole, warps=2 if shape.width == 1 else 8)]
+        return list(dict.fromkeys(plans))
     plans = [replace(chosen, splits=1 << power) for power in range(7) if shape.view >> power >= 64]
     plans += [replace(chosen, block_n=size) for size in (32, 64, 128)]
     plans += [replace(chosen, warps=warps) for warps in (2, 4, 8)]
     plans += [replace(chosen, stages=stages) for stages in (2, 3, 4)]
     return list(dict.fromkeys(plans))
+
+
+def _sweep_table(result: dict[str, Any]) -> Table:
+    """The launches that were tried for one shape, the fastest first."""
+    heads = f"{result['heads']}/{result['kv_heads']}/{result['dim']}"
+    title = f"{result['rows']} rows of up to {result['context']}, width {result['width']}, heads {heads}"
+    names = ("splits", "block_m", "block_n", "warps", "stages")
+    table = Table(*names, "µs", "error", title=title, title_justify="left")
+    for entry in sorted(result["sweep"], key=lambda entry: entry.get("microseconds", float("inf"))):
+        time = f"{entry['microseconds']:.2f}" if "microseconds" in entry else "failed"
+        error = f"{entry.get('largest_error', float('nan')):.4f}"
+        table.add_row(*(str(entry[name]) for name in names), time, error)
+    return table
 
 
 def _table(results: list[dict[str, Any]]) -> Table:

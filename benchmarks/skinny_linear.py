@@ -39,9 +39,9 @@ MODELS = {
 }
 """Name -> hidden size, heads, key-value heads, size of a head, channels of the MLP."""
 TOKENS = (1, 8, 16)
-LINEARS_BLOCKS = ((8, 256, 2, 6), (16, 256, 2, 5), (16, 256, 4, 5), (16, 512, 4, 4), (32, 256, 4, 4), (64, 128, 4, 5))
+LINEARS_BLOCKS = ((8, 256, 4, 6), (8, 512, 8, 4), (16, 256, 4, 5), (16, 512, 4, 4), (32, 256, 4, 4), (64, 128, 4, 5))
 """Rows of weights per program, elements at once, warps, and stages, of the launches that a sweep tries."""
-GATED_BLOCKS = ((8, 256, 2, 5), (16, 256, 4, 4), (16, 128, 4, 6), (32, 128, 4, 5), (32, 256, 4, 3), (64, 64, 4, 6))
+GATED_BLOCKS = ((8, 256, 4, 5), (8, 512, 8, 4), (16, 256, 4, 4), (16, 128, 2, 6), (32, 128, 4, 5), (32, 256, 4, 3))
 Launch = Callable[[], Any]
 
 

@@ -1,7 +1,8 @@
 """The decoding loop: draft, verify, commit, observe. A round fits on one page; the rest is setting up and handing out.
 
 The loop decides nothing about lengths (a policy does), proposals (a drafter), acceptance (`verification`) or endings
-(`stopping`). It keeps one promise of its own: after drafting, a round waits for the device once, in `_fetch`.
+(`stopping`). It keeps one promise of its own: after drafting, a round waits for the device once, in `_settle`. On a GPU
+the drafter's next pass is then under way already, so that the device does not wait for the host either.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hf_dsde.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.stopping import Stopping
 from hf_dsde.timing import PhaseClock, TimedPolicy
 from hf_dsde.token_feed import TokenFeed
-from hf_dsde.transfers import upload
+from hf_dsde.transfers import Download, upload
 from hf_dsde.verification_pass import PassResult, VerificationPass
 
 COST_PROBE_ROUND = 3
@@ -60,15 +61,13 @@ class Recording:
 
 @dataclass(frozen=True)
 class _Round:
-    """A round after its commit: what was asked for, proposed, computed and kept."""
+    """A round after its commit: what was asked for, proposed and computed."""
 
     request: DraftRequest
     candidates: CandidateBatch
     logits: Tensor
     scores: Tensor
     verified: verification.VerifiedBlock
-    kept: Tensor
-    ended: Tensor
     packed_tokens: int | None
 
 
@@ -119,6 +118,7 @@ class SpeculativeLoop:
         self._times: PhaseTimes | None = None
         self._costs: LiveCosts | None = None
         self._rounds = 0
+        self._overlaps = overlaps(sequences.device)
 
     @property
     def probes_cost(self) -> bool:
@@ -151,7 +151,7 @@ class SpeculativeLoop:
 
     def _round(self, request: DraftRequest) -> DraftRequest:
         """Draft, verify, commit, observe; return what the next round shall draft."""
-        self._clock.start()
+        self._clock.start(seamless=self._overlaps)
         candidates = self._draft(request)
         self._clock.mark()
         passed = self._run_target(candidates, request)
@@ -163,12 +163,18 @@ class SpeculativeLoop:
         counts = torch.where(request.active, verified.accepted + 1, 0)
         kept, ended = self._stopping.cut(new_tokens, counts)
         self._sequences.append(new_tokens, kept)
-        done = _Round(request, candidates, logits, scores, verified, kept, ended, passed.packed_tokens)
+        done = _Round(request, candidates, logits, scores, verified, passed.packed_tokens)
         with self._policy.timed():
             outcome = self._outcome(done)
         self._policy.observe(outcome)
-        lengths = self._bounded(self._policy.draft_lengths(), request.active & ~ended)
-        return self._request(lengths, self._settle(done, lengths))
+        going_on = request.active & ~ended
+        lengths = self._bounded(self._policy.draft_lengths(), going_on)
+        download = Download([self._sequences.generated, kept, ended, verified.accepted, candidates.lengths, lengths])
+        if self._overlaps:
+            self._clock.mark()
+            longest = max(self._sequences.length_counts) + candidates.width + 1
+            self._drafter.prepare(self._sequences, going_on, longest)
+        return self._request(lengths, self._settle(done, *download.wait()))
 
     def _draft(self, request: DraftRequest) -> CandidateBatch:
         """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
@@ -238,19 +244,29 @@ class SpeculativeLoop:
         room = self._drafter.room(self._sequences)
         return lengths if room is None else torch.minimum(lengths, room)
 
-    def _settle(self, done: _Round, lengths: Tensor) -> list[int]:
-        """Bring the round to the host, end rows, hand out what became certain; return the next lengths' host copy."""
+    def _settle(
+        self,
+        done: _Round,
+        generated: list[int],
+        emitted: list[int],
+        ended: list[int],
+        accepted: list[int],
+        drafted: list[int],
+        next_lengths: list[int],
+    ) -> list[int]:
+        """Take note of a round that is on the host now: end rows, hand out what became certain, learn and count.
+
+        Returns:
+            The next round's lengths, as they were given.
+        """
         sequences, candidates = self._sequences, done.candidates
-        fetched = _fetch(
-            sequences.generated, done.kept, done.ended, done.verified.accepted, candidates.lengths, lengths
-        )
-        generated, emitted, ended, accepted, drafted, next_lengths = fetched
         sequences.synchronise(generated)
         self._drafter.observe(drafted, accepted)
         self._recording.add(done.scores, done.logits, emitted)
         self._stopping.advance([bool(end) for end in ended], self._recording.scores_until)
         self._feed.feed(sequences, self._stopping)
-        self._clock.mark()
+        if not self._overlaps:
+            self._clock.mark()
         self._times = self._clock.read(self._policy.take_seconds())
         self._rounds += 1
         if self._costs is not None:
@@ -332,6 +348,11 @@ class SpeculativeLoop:
         )
 
 
+def overlaps(device: torch.device) -> bool:
+    """Whether work can be put into the device's stream that the host does not wait for."""
+    return device.type == "cuda"
+
+
 def _block(draft_tokens: Tensor, verified: verification.VerifiedBlock) -> Tensor:
     """Put each row's next token behind its accepted draft tokens, `[rows, width + 1]`, int64."""
     room = torch.nn.functional.pad(draft_tokens, (0, 1))
@@ -346,9 +367,3 @@ def _acceptance(done: _Round) -> Tensor:
         return (position < done.verified.accepted[:, None]).float()
     probs = done.scores[:, : candidates.width].softmax(dim=-1)
     return signals.acceptance_probability(probs, candidates.probs)
-
-
-def _fetch(*per_row: torch.Tensor) -> list[list[int]]:
-    """Bring vectors of one entry per row to the host, in one transfer."""
-    fetched: list[list[int]] = torch.stack([vector.long() for vector in per_row]).tolist()
-    return fetched

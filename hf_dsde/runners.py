@@ -93,10 +93,15 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     return None
 
 
-def compiled_forward(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the model's forward pass through torch.compile, which fuses kernels at the first call of each shape."""
+def compiled_forward(model: PreTrainedModel, backend: str = "inductor") -> Callable[..., Any]:
+    """Return the model's forward pass through torch.compile, which fuses kernels at the first call of each shape.
+
+    Args:
+        model: In evaluation.
+        backend: As torch.compile takes it.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_SHAPES)
-    compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=False, backend=backend)
     return compiled
 
 

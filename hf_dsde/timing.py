@@ -51,9 +51,9 @@ class PhaseClock:
         self._mark_type = _CudaMark if device.type == "cuda" else _HostMark
         self._marks: list[_Mark] = []
 
-    def start(self) -> None:
-        """Begin a round."""
-        self._marks = [self._mark_type(self._device)]
+    def start(self, *, seamless: bool = False) -> None:
+        """Begin a round: now, or `seamless`, where the last one ended."""
+        self._marks = self._marks[-1:] if seamless and self._marks else [self._mark_type(self._device)]
 
     def mark(self) -> None:
         """End a phase: the draft first, then the target's pass with its verification, then the bookkeeping."""

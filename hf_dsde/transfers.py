@@ -1,4 +1,4 @@
-"""Small lists of host values on their way to a device, without making the host wait for it."""
+"""Small lists of values between host and device, without one waiting for the other longer than it must."""
 
 from __future__ import annotations
 
@@ -18,3 +18,27 @@ def upload(values: Sequence[int] | Sequence[bool], device: torch.device) -> Tens
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Download:
+    """Vectors with one entry per row on their way to the host, in one transfer.
+
+    Args:
+        vectors: Each `[rows]`, int64 or bool, all on one device.
+    """
+
+    def __init__(self, vectors: Sequence[Tensor]) -> None:
+        stacked = torch.stack([vector.long() for vector in vectors])
+        self._event: torch.cuda.Event | None = None
+        self._copy = stacked
+        if stacked.device.type == "cuda":
+            self._copy = stacked.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(stacked.device))
+
+    def wait(self) -> list[list[int]]:
+        """Return the vectors' values. What was put into the device's stream later is not waited for."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[list[int]] = self._copy.tolist()
+        return values

@@ -137,6 +137,15 @@ class Drafter(ABC):
         The tokens are also written behind the text of `sequences`, where logits processors look for them.
         """
 
+    def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:  # noqa: B027 - may be nothing
+        """Begin what the next proposal starts with, before the host knows how this round ended. Called in every round.
+
+        Args:
+            sequences: With this round's tokens appended on the device; their host copies are a round behind.
+            going_on: Rows that may draft next, `[rows]`, bool.
+            longest: A bound on the rows' lengths.
+        """
+
     @abstractmethod
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out of forward passes from now on; they have finished."""

@@ -97,6 +97,7 @@ class ModelDrafter(Drafter):
         self._context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
+        self._prepared: Tensor | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -163,6 +164,15 @@ class ModelDrafter(Drafter):
         sequences.write_behind(candidates.tokens)
         return candidates
 
+    def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:
+        """Feed each row's last two tokens: behind a proposal, no row that can draft again misses more."""
+        self._prepared = None
+        fits = self._context is None or longest <= self._context
+        if self._device == sequences.device and fits and self._caught_up:
+            tokens, positions = sequences.tail(2)
+            positions = positions.masked_fill(~going_on[:, None], -1)
+            self._prepared = self._last_logits(tokens, positions, longest)
+
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Note how much of each row's cache holds text: what was caught up, and the draft tokens that were accepted.
 
@@ -180,20 +190,27 @@ class ModelDrafter(Drafter):
             drafts > 0 or (active and (self._context is None or length <= self._context))
             for drafts, active, length in zip(request.length_counts, request.active_rows, lengths, strict=True)
         ]
+        self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
+        if self._prepared is not None:
+            prepared, self._prepared = self._prepared, None
+            return prepared
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         width = max(count for count, fit in zip(missing, fits, strict=True) if fit)
         tokens, positions = sequences.tail(width)
         if not all(fits):
             positions = positions.masked_fill(~upload(fits, positions.device)[:, None], -1)
         longest = max(length for length, fit in zip(lengths, fits, strict=True) if fit)
-        self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
-        return self._align(self._runner.forward(self._known(tokens), positions, longest, keep=1)[:, 0])
+        return self._last_logits(tokens, positions, longest)
 
     def _feed(self, sequences: SequenceBatch, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor) -> Tensor:
         """Feed the draft tokens of the step before; return the logits behind them, `[rows, vocabulary]`."""
         slots = (ends + position - 1).masked_fill(~drafting, -1)
         longest = max(sequences.length_counts) + position
-        return self._align(self._runner.forward(self._known(tokens[:, None]), slots[:, None], longest, keep=1)[:, 0])
+        return self._last_logits(tokens[:, None], slots[:, None], longest)
+
+    def _last_logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Run a block; return the logits behind each row's last token, `[rows, vocabulary]`."""
+        return self._align(self._runner.forward(self._known(tokens), positions, longest, keep=1)[:, 0])
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Replace ids that the draft has no embedding for. It guesses worse behind them; the output stays exact."""

@@ -2,8 +2,9 @@
 
 With a handful of tokens a product is a single pass over its weights, and those of one layer are so small that a GPU
 reads them in the time it takes to start a kernel. So products of the same input share a launch, each program streams
-few rows of one matrix with many loads under way, and nothing is divided along the inner dimension: sums have a fixed
-order, which depends on neither the other tokens nor the device. Weights stay where the model has them.
+few rows of one matrix with many loads under way. A tile of so few rows and tokens has sums that wait for each other more
+than for memory, so each warp has a slice of the inner dimension, and they add up theirs at the end. Among programs that
+dimension is not divided: sums have a fixed order, whatever the other tokens. Weights stay where the model has them.
 
 Which launch suits which sizes, and where the vendor's library is left alone, say the constants of this file; they are
 settled by measurement (`benchmarks/skinny_linear.py`).
@@ -39,7 +40,7 @@ class SkinnyPlan:
         block_m: Tokens that a program computes with, at least 16, and not fewer than there are.
         block_n: Rows of a weight matrix per program, at least 8.
         block_k: Elements of a row that are read at once, at least 16.
-        warps: Warps per program.
+        warps: Warps per program, each of which sums a slice of at least 16 elements of every read.
         stages: Reads under way at once, plus the one that is computed with.
     """
 
@@ -51,7 +52,7 @@ class SkinnyPlan:
 
 
 LINEARS_PLANS: dict[int, tuple[int, int, int, int]] = {
-    2048: (8, 256, 2, 6),
+    2048: (8, 256, 4, 6),
     6144: (16, 256, 4, 5),
     16384: (32, 256, 4, 4),
     1 << 62: (64, 128, 4, 5),
@@ -59,7 +60,7 @@ LINEARS_PLANS: dict[int, tuple[int, int, int, int]] = {
 """Bound on the rows of all weights of a launch -> rows per program, elements at once, warps, and stages, for up to 16
 tokens of a two-byte dtype. Rows per program are few enough for every processor of an H100 (132) to have some."""
 GATED_PLANS: dict[int, tuple[int, int, int, int]] = {
-    8192: (8, 256, 2, 5),
+    8192: (8, 256, 4, 5),
     16384: (16, 256, 4, 4),
     1 << 62: (32, 128, 4, 5),
 }
@@ -115,11 +116,13 @@ def _tokens(
     x_row: int,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
+    slices: tl.constexpr,
     even: tl.constexpr,
 ) -> tl.tensor:
-    """Elements from `start` of every token, `[block_m, block_k]`; 0 where there is none."""
-    token = tl.arange(0, block_m)[:, None]
-    column = start + tl.arange(0, block_k)[None, :]
+    """Elements from `start` of every token, `[slices, block_m, block_k / slices]`; 0 where there is none."""
+    token = tl.arange(0, block_m)[None, :, None]
+    column = start + tl.arange(0, slices)[:, None, None] * (block_k // slices)
+    column += tl.arange(0, block_k // slices)[None, None, :]
     present = token < total
     if not even:
         present = present & (column < width)
@@ -133,14 +136,18 @@ def _weights(
     start: int,
     width: int,
     block_k: tl.constexpr,
+    slices: tl.constexpr,
     even: tl.constexpr,
 ) -> tl.tensor:
-    """Elements from `start` of some rows, `[rows, block_k]`. The rows exist; beyond their width lies 0."""
-    column = start + tl.arange(0, block_k)[None, :]
-    place = weight + row[:, None].to(tl.int64) * width + column
+    """Elements from `start` of some rows, `[slices, block_k / slices, rows]`. The rows exist; behind their ends lies 0."""
+    column = start + tl.arange(0, slices)[:, None, None] * (block_k // slices)
+    column += tl.arange(0, block_k // slices)[None, None, :]
+    place = weight + row[None, :, None].to(tl.int64) * width + column
     if even:
-        return tl.load(place)
-    return tl.load(place, mask=column < width, other=0.0)
+        part = tl.load(place)
+    else:
+        part = tl.load(place, mask=column < width, other=0.0)
+    return tl.permute(part, (0, 2, 1))
 
 
 @triton.jit(do_not_specialize=["total", "rows0", "rows1", "rows2"])
@@ -168,6 +175,7 @@ def _linears_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    slices: tl.constexpr,
     even: tl.constexpr,
     stages: tl.constexpr,
     precision: tl.constexpr,
@@ -187,11 +195,12 @@ def _linears_kernel(
                     weight, bias, out, rows, biased = weight2, bias2, out2, rows2, biased2
     row = block * block_n + tl.arange(0, block_n)
     read = tl.minimum(row, rows - 1)  # a row behind the last is computed again rather than masked, and not stored
-    sums = tl.zeros((block_m, block_n), tl.float32)
+    parts = tl.zeros((slices, block_m, block_n), tl.float32)
     for start in tl.range(0, width, block_k, num_stages=stages):
-        states = _tokens(x, start, total, width, x_row, block_m, block_k, even)
-        part = _weights(weight, read, start, width, block_k, even)
-        sums = tl.dot(states, tl.trans(part), sums, input_precision=precision)
+        states = _tokens(x, start, total, width, x_row, block_m, block_k, slices, even)
+        part = _weights(weight, read, start, width, block_k, slices, even)
+        parts = tl.dot(states, part, parts, input_precision=precision)
+    sums = tl.sum(parts, axis=0)
     if biased:
         sums += tl.load(bias + read).to(tl.float32)[None, :]
     token = tl.arange(0, block_m)[:, None]
@@ -212,6 +221,7 @@ def _gated_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    slices: tl.constexpr,
     even: tl.constexpr,
     stages: tl.constexpr,
     precision: tl.constexpr,
@@ -219,20 +229,21 @@ def _gated_kernel(
     """All tokens times `block_n` rows of both weights, and the gated product of the two results."""
     row = tl.program_id(0) * block_n + tl.arange(0, block_n)
     read = tl.minimum(row, rows - 1)
-    gates = tl.zeros((block_m, block_n), tl.float32)
-    ups = tl.zeros((block_m, block_n), tl.float32)
+    gate_parts = tl.zeros((slices, block_m, block_n), tl.float32)
+    up_parts = tl.zeros((slices, block_m, block_n), tl.float32)
     for start in tl.range(0, width, block_k, num_stages=stages):
-        states = _tokens(x, start, total, width, x_row, block_m, block_k, even)
-        gate_part = _weights(gate, read, start, width, block_k, even)
-        up_part = _weights(up, read, start, width, block_k, even)
-        gates = tl.dot(states, tl.trans(gate_part), gates, input_precision=precision)
-        ups = tl.dot(states, tl.trans(up_part), ups, input_precision=precision)
+        states = _tokens(x, start, total, width, x_row, block_m, block_k, slices, even)
+        gate_part = _weights(gate, read, start, width, block_k, slices, even)
+        up_part = _weights(up, read, start, width, block_k, slices, even)
+        gate_parts = tl.dot(states, gate_part, gate_parts, input_precision=precision)
+        up_parts = tl.dot(states, up_part, up_parts, input_precision=precision)
     dtype = out.dtype.element_ty
-    gated = gates.to(dtype).to(tl.float32)
+    gated = tl.sum(gate_parts, axis=0).to(dtype).to(tl.float32)
     activated = (gated / (1.0 + tl.exp(-gated))).to(dtype).to(tl.float32)
     token = tl.arange(0, block_m)[:, None]
     present = (token < total) & (row[None, :] < rows)
-    tl.store(out + token * rows + row[None, :], (activated * ups.to(dtype).to(tl.float32)).to(dtype), mask=present)
+    factor = tl.sum(up_parts, axis=0).to(dtype).to(tl.float32)
+    tl.store(out + token * rows + row[None, :], (activated * factor).to(dtype), mask=present)
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> list[Tensor]:
@@ -317,6 +328,7 @@ def _constants(x: Tensor, plan: SkinnyPlan) -> dict[str, object]:
         "block_m": plan.block_m,
         "block_n": plan.block_n,
         "block_k": plan.block_k,
+        "slices": min(plan.warps, plan.block_k // 16),
         "even": x.shape[1] % plan.block_k == 0,
         "stages": plan.stages,
         "precision": "ieee" if x.dtype == torch.float32 else "tf32",

@@ -106,6 +106,8 @@ def test_a_launch_has_a_program_for_every_query_and_few_idle_processors():
     assert 132 <= 8 * alone.splits <= 8 * 132
     assert plan_launch(4, 1024, 512, 128, 2, 132).splits == 1  # enough programs without dividing rows
     assert plan_launch(4, 8, 100, 128, 2, 132).splits == 1  # too few slots to divide
+    assert plan_launch(3, 32, 512, 128, 2, 132).splits == 1  # dividing would save less than a merge costs
+    assert plan_launch(3, 32, 4096, 128, 2, 132).splits > 4
     for queries in (1, 4, 18, 39, 52, 65, 300):
         plan = plan_launch(queries, 8, 1024, 128, 2, 132)
         assert plan.query_blocks * plan.block_m >= queries

@@ -47,8 +47,8 @@ ATTENTION_CASES = {
     "odd sizes of heads": AttentionCase((50, 3), (2, 3), dim=24, value_dim=40),
     "window": AttentionCase((60, 5, 20), (4, 3, 1), window=7),
     "window of one": AttentionCase((60, 5), (4, 3), window=1),
-    "window wider than the text": AttentionCase((60, 5), (4, 3), window=500),
-    "window and padding": AttentionCase((100, 90, 20), (2, 4, 0), "left", tail=2, window=20),
+    "window wider than the text": AttentionCase((60, 5), (4, 3), window=150),
+    "window and padding": AttentionCase((100, 90, 20), (2, 4, 0), "left", tail=2, window=7),
     "window over several blocks": AttentionCase((400, 150), (2, 5), "right", window=150),
     "long and short": AttentionCase((530, 2, 260), (2, 3, 1), "left"),
 }
@@ -156,8 +156,8 @@ def slow_rotation(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def slow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`[T, N]`, float64, unrounded: one dot product at a time."""
-    x, weight = x.double().cpu(), weight.double().cpu()
-    out = torch.tensor([[float(token @ row) for row in weight] for token in x]).double().view(len(x), len(weight))
+    x, weight = x.detach().double().cpu(), weight.detach().double().cpu()
+    out = torch.tensor([[float(token @ row) for row in weight] for token in x], dtype=torch.float64)
     return out if bias is None else out + bias.double().cpu()
 
 

@@ -304,3 +304,104 @@ def test_hooks_on_modules_that_are_called_are_run() -> None:
     model.model.layers[0].self_attn.v_proj.register_forward_pre_hook(lambda module, arguments: (arguments[0] + 1,))
     add_hook_to_module(model.lm_head, ModelHook())
     check_packed_pass(model)
+
+
+class CountingOps:
+    """The reference, which takes over products of plain modules or does not, and takes down which."""
+
+    def __init__(self, *, taken: bool = True) -> None:
+        self.taken = taken
+        self.asked: list[tuple[int, int, int, torch.dtype]] = []
+        self.products: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
+
+    def pays(self, *sizes: Any) -> bool:
+        self.asked.append(sizes)
+        return self.taken
+
+    def linears(self, x: Tensor, weights: Any, biases: Any) -> list[Tensor]:
+        self.products.append(len(weights))
+        return reference.linears(x, weights, biases)
+
+    def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        self.products.append(2)
+        return reference.gated_linear(x, gate, up)
+
+
+def check_products(model: PreTrainedModel, products: list[int], ops: CountingOps | None = None) -> CountingOps:
+    """A packed pass has the stock model's logits, and its ops take over so many weights at once, in this order."""
+    pair, ops = Pair(model, STORED), ops or CountingOps()
+    tokens, positions = aligned(pair.texts, STORED, COUNTS, 4, "left")
+    expected = pair.stock_logits(tokens, positions)[positions >= 0]
+    logits = FusedDecoder(model, ops)(packed_block(tokens, positions), pair.other.cache, 64, None)
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    assert ops.products == products
+    return ops
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_of_plain_modules_are_taken_over_where_that_pays(name: str) -> None:
+    model = model_of(name)
+    gated = [] if getattr(model.config, "mlp_bias", False) else [2]
+    check_products(model, [3, 1, *gated, 1] * model.config.num_hidden_layers)
+    check_products(model, [], CountingOps(taken=False))
+
+
+def test_whether_it_pays_is_asked_with_the_sizes_of_all_weights_together() -> None:
+    ops = check_products(tiny_model(), [3, 1, 2, 1] * 2)
+    tokens = sum(COUNTS)
+    layer = [(tokens, 64, 32), (tokens, 32, 32), (tokens, 128, 32), (tokens, 32, 64)]
+    assert ops.asked == [(*sizes, torch.float64) for sizes in layer * 2]
+
+
+class _OtherLinear(nn.Linear):
+    """What a quantiser derives from a linear module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.5
+
+
+class _OtherParameter(nn.Parameter):
+    """What a quantiser derives from a parameter."""
+
+
+def _transposed(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(module.weight.detach().T.contiguous().T)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.register_forward_hook(lambda module, arguments, output: output * 1.5),
+        lambda module: module.register_forward_pre_hook(lambda module, arguments: (arguments[0] * 1.5,)),
+        lambda module: add_hook_to_module(module, ModelHook()),
+        lambda module: setattr(module, "forward", lambda x: nn.functional.linear(x, module.weight) * 1.5),
+        lambda module: setattr(module, "__class__", _OtherLinear),
+        lambda module: setattr(module, "weight", _OtherParameter(module.weight.detach())),
+        _transposed,
+    ],
+    ids=["hook", "pre-hook", "accelerate", "forward", "class", "parameter", "strides"],
+)
+def test_modules_that_are_not_plain_are_called(change: Any) -> None:
+    for name, layer in (
+        ("self_attn.k_proj", [1, 2, 1]),
+        ("self_attn.o_proj", [3, 2, 1]),
+        ("mlp.up_proj", [3, 1, 1]),
+        ("mlp.down_proj", [3, 1, 2]),
+    ):
+        model = tiny_model()
+        change(model.model.layers[1].get_submodule(name))
+        check_products(model, [3, 1, 2, 1, *layer])
+
+
+def test_a_hook_that_comes_after_the_decoder_is_run() -> None:
+    model = tiny_model()
+    pair = Pair(model, STORED)
+    block = packed_block(*aligned(pair.texts, STORED, COUNTS, 4, "left"))
+    plain = pair.fused_logits(block)
+    handle = model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: torch.ones(9, 64).double())
+    assert (pair.fused_logits(block) - plain).abs().max() > 1e-3
+    handle.remove()
+    assert torch.equal(pair.fused_logits(block), plain)

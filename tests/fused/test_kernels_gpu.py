@@ -1,4 +1,7 @@
-"""The Triton kernels on a GPU: in every dtype, recorded in CUDA graphs, and where offsets no longer fit 32 bits."""
+"""The Triton kernels on a GPU: in every dtype, recorded in CUDA graphs, and where offsets no longer fit 32 bits.
+
+Most of the time goes into compiling, so each size and dtype is met somewhere, but not every one with every other.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import ATTENTION_CASES, AttentionCase, make_attention, slow_attention, without_positions
+from kernel_cases import (
+    ATTENTION_CASES,
+    PRODUCT_CASES,
+    AttentionCase,
+    ProductCase,
+    make_attention,
+    make_products,
+    rounded_gated,
+    slow_attention,
+    slow_linear,
+    without_positions,
+)
+from torch.nn import functional
 
 from hf_dsde.fused import reference
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BFLOAT16: 2e-2, FLOAT16: 3e-3, FLOAT32: 1e-5}
 
 
 @pytest.fixture
@@ -24,13 +39,23 @@ def kernels():
     return kernels
 
 
+def divided(given, splits):
+    """One launch whose programs share rows, whatever is planned for rows so short."""
+    from hf_dsde.fused.attention_kernel import launch_attention
+    from hf_dsde.fused.attention_plan import LaunchPlan
+
+    queries = given.block.max_count * given.q.shape[1] // given.keys.shape[1]
+    plan = LaunchPlan(16, 32, max(1, -(-queries // 16)), splits, warps=4, stages=2)
+    return launch_attention(given.q, given.keys, given.values, given.block, given.scaling, given.window, plan)
+
+
 def attend(ops, given):
     return ops.ragged_attention(
         given.q, given.keys, given.values, given.block, given.scaling, given.window, given.reach
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("case", ATTENTION_CASES.values(), ids=ATTENTION_CASES)
 def test_attention_is_that_of_the_definition(kernels, case, dtype):
     given = make_attention(case, dtype, "cuda")
@@ -38,11 +63,36 @@ def test_attention_is_that_of_the_definition(kernels, case, dtype):
     torch.testing.assert_close(out.double().cpu(), slow_attention(given), rtol=1e-2, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 6, 13, 200])
-@pytest.mark.parametrize(("rows", "stored"), [(1, 16000), (3, 700), (40, 300)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (12, 4, 128), (9, 3, 64), (40, 8, 128)])
-def test_attention_of_real_shapes_is_that_of_plain_torch(kernels, heads, kv_heads, dim, rows, stored, width, dtype):
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("name", ["long and short", "window over several blocks", "a row of padding only"])
+def test_attention_of_divided_rows_is_that_of_the_definition(kernels, name, dtype):
+    given = make_attention(ATTENTION_CASES[name], dtype, "cuda")
+    for each in (given, without_positions(given)):
+        out = divided(each, splits=4)
+        torch.testing.assert_close(out.double().cpu(), slow_attention(each), rtol=1e-2, atol=TOLERANCE[dtype])
+
+
+LLAMA_8B, DRAFT_1B, SMALL, QWEN_32B = (32, 8, 128), (12, 4, 128), (9, 3, 64), (40, 8, 128)
+ALONE, FEW, MANY = (1, 16000), (3, 700), (40, 300)
+REAL_SHAPES = [
+    *((LLAMA_8B, ALONE, width, BFLOAT16) for width in (1, 6, 13, 200)),
+    *((LLAMA_8B, FEW, width, BFLOAT16) for width in (1, 200)),
+    *((LLAMA_8B, MANY, width, BFLOAT16) for width in (1, 6)),
+    *((DRAFT_1B, rows, 1, BFLOAT16) for rows in (ALONE, MANY)),
+    *((QWEN_32B, rows, 6, BFLOAT16) for rows in (FEW, MANY)),
+    (SMALL, ALONE, 6, BFLOAT16),
+    (SMALL, MANY, 1, BFLOAT16),
+    (LLAMA_8B, FEW, 1, FLOAT16),
+    (SMALL, ALONE, 200, FLOAT16),
+    (DRAFT_1B, MANY, 13, FLOAT32),
+    (SMALL, FEW, 1, FLOAT32),
+    (QWEN_32B, ALONE, 1, FLOAT32),
+]
+
+
+@pytest.mark.parametrize(("sizes", "lengths", "width", "dtype"), REAL_SHAPES, ids=str)
+def test_attention_of_real_shapes_is_that_of_plain_torch(kernels, sizes, lengths, width, dtype):
+    (heads, kv_heads, dim), (rows, stored) = sizes, lengths
     if width == 200 and rows == 40:
         pytest.skip("plain torch would gather many gigabytes")
     lengths = tuple(stored * (row + 1) // rows for row in range(rows))
@@ -55,19 +105,23 @@ def test_attention_of_real_shapes_is_that_of_plain_torch(kernels, heads, kv_head
     torch.testing.assert_close(out.double(), attend(reference, precise).double(), rtol=1e-2, atol=TOLERANCE[dtype])
 
 
-def test_a_recorded_launch_follows_the_contents_of_its_tensors(kernels):
-    first = make_attention(ATTENTION_CASES["long and short"], torch.float32, "cuda", seed=0)
+@pytest.mark.parametrize("splits", [None, 4])
+def test_a_recorded_launch_follows_the_contents_of_its_tensors(kernels, splits):
+    def launch(given):
+        return attend(kernels, given) if splits is None else divided(given, splits)
+
+    first = make_attention(ATTENTION_CASES["long and short"], FLOAT32, "cuda", seed=0)
     case = replace(ATTENTION_CASES["long and short"], stored=(100, 500, 30), widths=(3, 0, 2))
-    second = make_attention(case, torch.float32, "cuda", seed=1, slack=first.keys.shape[2] - 501)
+    second = make_attention(case, FLOAT32, "cuda", seed=1, slack=first.keys.shape[2] - 501)
     second = replace(second, reach=first.reach)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        attend(kernels, first)
+        launch(first)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(kernels, first)
+        out = launch(first)
     for given in (first, second, without_positions(second)):
         for name in ("q", "keys", "values"):
             source, target = getattr(given, name), getattr(first, name)
@@ -88,16 +142,16 @@ def test_a_cache_of_more_than_two_to_the_31_elements(kernels):
     rows, kv_heads, slots, dim = 20, 8, 110_000, 128
     if torch.cuda.mem_get_info()[0] < 16 << 30:
         pytest.skip("needs 16 GiB of GPU memory")
-    keys = torch.zeros(rows, kv_heads, slots, dim, dtype=torch.bfloat16, device="cuda")
+    keys = torch.zeros(rows, kv_heads, slots, dim, dtype=BFLOAT16, device="cuda")
     values = torch.zeros_like(keys)
     assert keys.numel() > 2**31
     small = make_attention(AttentionCase((300,) * rows, (2,) * rows, heads=32, kv_heads=8, dim=dim, value_dim=dim),
-                           torch.bfloat16, "cuda")  # fmt: skip
+                           BFLOAT16, "cuda")  # fmt: skip
     keys[:, :, : small.keys.shape[2]], values[:, :, : small.keys.shape[2]] = small.keys, small.values
     large = replace(small, keys=keys, values=values)
     assert torch.equal(attend(kernels, large), attend(kernels, small))
-    k, v = torch.randn(2, len(small.q), kv_heads, dim, dtype=torch.bfloat16, device="cuda")
-    cos, sin = torch.ones(len(small.q), dim, dtype=torch.bfloat16, device="cuda"), torch.zeros_like(k[:, 0])
+    k, v = torch.randn(2, len(small.q), kv_heads, dim, dtype=BFLOAT16, device="cuda")
+    cos, sin = torch.ones(len(small.q), dim, dtype=BFLOAT16, device="cuda"), torch.zeros_like(k[:, 0])
     rows_of, slots_of = small.block.rows, small.block.positions + slots - 400
     turned = kernels.rotate_and_store(small.q, k, v, cos, sin, keys, values, rows_of, slots_of)
     assert torch.equal(turned, small.q)
@@ -105,8 +159,17 @@ def test_a_cache_of_more_than_two_to_the_31_elements(kernels):
     assert torch.equal(values.transpose(1, 2)[rows_of, slots_of], v)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "dim"), [(1, 4096), (64, 1536), (7, 5120), (3, 576), (2000, 128), (40, 64)])
+@pytest.mark.parametrize(
+    ("rows", "dim", "dtype"),
+    [
+        (1, 4096, BFLOAT16),
+        (7, 5120, BFLOAT16),
+        (3, 576, BFLOAT16),
+        (2000, 128, BFLOAT16),
+        (64, 1536, FLOAT32),
+    ],
+    ids=str,
+)
 def test_norms_and_products_are_those_of_plain_torch(kernels, rows, dim, dtype):
     x, residual = torch.randn(2, rows, dim, dtype=dtype, device="cuda")
     weight = torch.randn(dim, dtype=dtype, device="cuda")
@@ -118,7 +181,7 @@ def test_norms_and_products_are_those_of_plain_torch(kernels, rows, dim, dtype):
     torch.testing.assert_close(kernels.silu_mul(x, residual), reference.silu_mul(x, residual), **near)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 def test_norms_round_where_plain_torch_rounds(kernels, dtype):
     x, residual = torch.randn(2, 50, 4096, dtype=dtype, device="cuda")
     weight = torch.randn(4096, dtype=dtype, device="cuda")
@@ -128,10 +191,11 @@ def test_norms_round_where_plain_torch_rounds(kernels, dtype):
     assert (kernels.silu_mul(x, residual) == reference.silu_mul(x, residual)).double().mean() > 0.995
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (12, 4, 128), (9, 3, 64)])
-def test_rotation_equals_that_of_plain_torch_bit_for_bit(kernels, heads, kv_heads, dim, dtype):
-    tokens, rows, slots = 24, 5, 90
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [(LLAMA_8B, BFLOAT16), (SMALL, BFLOAT16), (DRAFT_1B, FLOAT16), (SMALL, FLOAT32)], ids=str
+)
+def test_rotation_equals_that_of_plain_torch_bit_for_bit(kernels, sizes, dtype):
+    (heads, kv_heads, dim), (tokens, rows, slots) = sizes, (24, 5, 90)
     fused = torch.randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype, device="cuda").unflatten(-1, (-1, dim))
     q, k, v = fused.split([heads, kv_heads, kv_heads], dim=1)
     cos, sin = torch.randn(2, tokens, dim, dtype=dtype, device="cuda")
@@ -144,3 +208,72 @@ def test_rotation_equals_that_of_plain_torch_bit_for_bit(kernels, heads, kv_head
     ]
     assert torch.equal(turned[0], turned[1])
     assert torch.equal(caches[0], caches[1])
+
+
+ODD_PRODUCTS = [
+    ("rows that are no multiple of a block", BFLOAT16),
+    ("a width that is no multiple of a block", FLOAT16),
+    ("an odd width", BFLOAT16),
+    ("one weight", BFLOAT16),
+    ("more tokens than a tile has", FLOAT32),
+    ("as many tokens as it takes", BFLOAT16),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ODD_PRODUCTS)
+def test_products_of_few_tokens_are_those_of_the_definition(kernels, name, dtype):
+    x, weights, biases = make_products(PRODUCT_CASES[name], dtype, "cuda")
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": TOLERANCE[dtype] / 4}
+    for result, weight, bias in zip(kernels.linears(x, weights, biases), weights, biases, strict=True):
+        assert result.dtype is dtype
+        torch.testing.assert_close(result.double().cpu(), slow_linear(x, weight, bias), **near)
+    gate, up = weights[0], weights[0].flip(0)
+    expected = rounded_gated(slow_linear(x, gate), slow_linear(x, up), dtype)
+    near = {"rtol": 4 * torch.finfo(dtype).eps, "atol": TOLERANCE[dtype] / 2}
+    torch.testing.assert_close(kernels.gated_linear(x, gate, up).cpu(), expected, **near)
+
+
+def whole_numbers(*size, bound, seed):
+    """Their sums are exact in float32, whatever the order, so that results can be compared bit by bit."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randint(-bound, bound + 1, size, generator=generator, device="cuda").to(BFLOAT16)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize(
+    ("rows", "width"), [((1536, 512, 512), 1536), ((6144, 6144), 1536), ((1536,), 6144), ((4096, 1024, 1024), 4096)]
+)
+def test_products_of_real_shapes_equal_those_of_plain_torch_bit_for_bit(kernels, rows, width, tokens):
+    x = whole_numbers(tokens, width, bound=9, seed=0)
+    weights = [whole_numbers(count, width, bound=3, seed=place) for place, count in enumerate(rows, start=1)]
+    biases = [weight[:, 5].clone() if place % 2 else None for place, weight in enumerate(weights)]
+    for result, weight, bias in zip(kernels.linears(x, weights, biases), weights, biases, strict=True):
+        exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        assert (exact.to(BFLOAT16) != exact).any()
+        assert torch.equal(result, exact.to(BFLOAT16))
+    gates, ups = weights[0] / 64, weights[-1][: len(weights[0])]
+    if len(gates) == len(ups):
+        exact = [functional.linear(x.double(), weight.double()).cpu() for weight in (gates, ups)]
+        same = kernels.gated_linear(x, gates, ups).cpu() == rounded_gated(*exact, BFLOAT16)
+        assert same.double().mean() > 0.995  # exponentials may differ in their last bit
+
+
+def test_a_recorded_product_follows_the_contents_of_its_tensors(kernels):
+    first, weights, biases = make_products(ProductCase(8, 256, (48, 16, 16), (True, False, True)), BFLOAT16, "cuda")
+    second = first.flip(0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        kernels.linears(first, weights, biases)
+        kernels.gated_linear(first, weights[0], weights[0])
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = [*kernels.linears(first, weights, biases), kernels.gated_linear(first, weights[0], weights[0])]
+    for x in (first.clone(), second):
+        first.copy_(x)
+        for result in recorded:
+            result.fill_(float("nan"))  # so that what a replay leaves out cannot look right
+        graph.replay()
+        expected = [*kernels.linears(x, weights, biases), kernels.gated_linear(x, weights[0], weights[0])]
+        for found, right in zip(recorded, expected, strict=True):
+            assert torch.equal(found, right)

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from kernel_cases import rounded_gated, slow_linear
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_dsde.fused import reference
 from hf_dsde.fused.block import TokenBlock
@@ -67,6 +69,28 @@ def test_silu_is_rounded_before_the_product(dtype: torch.dtype) -> None:
     expected = gate.double() * sigmoid * up.double()
     tolerance = 8 * max(torch.finfo(dtype).eps, 1e-12)
     torch.testing.assert_close(reference.silu_mul(gate, up).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_are_those_of_linear_modules(dtype: torch.dtype) -> None:
+    modules = [nn.Linear(24, rows, bias=biased, dtype=dtype) for rows, biased in ((16, True), (8, False), (3, True))]
+    x = random(5, 24, dtype=dtype)
+    weights, biases = [module.weight for module in modules], [module.bias for module in modules]
+    for result, module in zip(reference.linears(x, weights, biases), modules, strict=True):
+        assert torch.equal(result, module(x))
+    for result, weight in zip(reference.linears(x.double(), [w.double() for w in weights]), weights, strict=True):
+        torch.testing.assert_close(result, slow_linear(x, weight), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_product_is_that_of_the_stock_module(dtype: torch.dtype) -> None:
+    mlp = LlamaMLP(LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4)).to(dtype)
+    x = random(5, 24, dtype=dtype) * 4
+    gated = reference.gated_linear(x, mlp.gate_proj.weight, mlp.up_proj.weight)
+    assert torch.equal(mlp.down_proj(gated), mlp(x))
+    exact = [slow_linear(x, module.weight) for module in (mlp.gate_proj, mlp.up_proj)]
+    tolerance = 8 * max(torch.finfo(dtype).eps, 1e-12)
+    torch.testing.assert_close(gated, rounded_gated(*exact, dtype), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
