@@ -13,6 +13,7 @@ from hf_dsde.policies import (
     available_policies,
     register,
 )
+from hf_dsde.runners import RunnerWarning, release_memory
 from hf_dsde.statistics import SpeculationStatistics, SpeculationWarning
 from hf_dsde.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
 
@@ -23,6 +24,7 @@ __all__ = [
     "ConfidencePolicy",
     "DSDEStoppingPolicy",
     "HeuristicPolicy",
+    "RunnerWarning",
     "SpeculationConfig",
     "SpeculationStatistics",
     "SpeculationWarning",
@@ -36,5 +38,6 @@ __all__ = [
     "install",
     "load_draft",
     "register",
+    "release_memory",
     "uninstall",
 ]

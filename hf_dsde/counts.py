@@ -32,6 +32,7 @@ class RoundCounts:
         idle: Columns of rows that took part in the target's pass with nothing left to generate, summed over those rows.
         packed_tokens: Tokens in the target's pass when it was packed, and `padding` those that were none; None when it
             was padded.
+        recorded_passes: Shapes of passes that were recorded meanwhile, in which time the device did nothing else.
         draft_seconds: Seconds spent drafting.
         verify_seconds: Seconds spent in the target's pass and in judging its result.
         bookkeeping_seconds: Seconds spent on everything else.
@@ -54,6 +55,7 @@ class RoundCounts:
     bookkeeping_seconds: float
     policy_seconds: float = 0.0
     packed_tokens: int | None = None
+    recorded_passes: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -180,6 +182,7 @@ class RecordedRound:
     pass_rows: int
     times: PhaseTimes
     packed_tokens: int | None = None
+    recorded_passes: int = 0
 
 
 def check_round(entry: RecordedRound, rows: int) -> None:
@@ -261,6 +264,7 @@ def count_round(entry: RecordedRound, settled: Sequence[RowCounts]) -> RoundCoun
         bookkeeping_seconds=entry.times.bookkeeping,
         policy_seconds=entry.times.policy,
         packed_tokens=entry.packed_tokens,
+        recorded_passes=entry.recorded_passes,
     )
 
 

@@ -147,8 +147,7 @@ class GraphRunner(EagerRunner):
         forward: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config)
-        if forward is not None:
-            self._forward = forward
+        self._forward = forward
         self._fused = fused
         self._on_failure = on_failure
         self._recording = True
@@ -180,26 +179,34 @@ class GraphRunner(EagerRunner):
         if self._kept and self._recording:
             workspaces.give_back(self.model, self._workspace)
 
-    def forward(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Tensor:
-        """As for any runner."""
+    def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
+        """As for any runner: what is left to do is one launch, and a copy of the result."""
         width = tokens.shape[1]
-        if not self._recording or not self.cache.is_allocated:
-            return super().forward(tokens, positions, longest, keep)
-        bucket = next_bucket(width, self._width_buckets)
-        kept = keep if keep == 1 else bucket
-        logits = self._replayed(("padded", len(self._live), bucket, kept), tokens, positions, longest)
-        if logits is None:
-            return super().forward(tokens, positions, longest, keep)
-        return self._of_everyone(logits[:, -(keep or width) :].to(torch.float32, copy=True))
+        bucket = self.padded_width(width)
+        shape = ("padded", len(self._live), bucket, keep if keep == 1 else bucket)
+        entry = self._entry(shape, longest) if self._recording and self.cache.is_allocated else None
+        if entry is None:
+            return super().stage(tokens, positions, longest, keep)
+        entry.buffers.fill(self._of_live_rows(tokens), self._of_live_rows(positions))
+        if entry.block is not None and entry.choice != self._choices:
+            self._place(entry.block)
+            entry.choice = self._choices
+        live = self._live_index  # rows may leave before the block is run
+
+        def run() -> Tensor:
+            entry.replay()
+            logits = entry.replay.output[:, -(keep or width) :]
+            return self._of_everyone(logits.to(torch.float32, copy=True), live)
+
+        return run
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
         """As for any runner; `packs` says whether it can."""
         if not self.packs:
             return super().forward_packed(tokens, positions, counts, size, longest)
         packed = PackedTokens.of(tokens.to(self.device), positions.to(self.device), counts.to(self.device), size)
-        reach = self._reach(longest)
         widest = next_bucket(tokens.shape[1], PACKED_WIDTHS)
-        entry = self._entry(("packed", size, widest), reach)
+        entry = self._entry(("packed", size, widest), longest)
         if entry is None:
             return self.forward(tokens, positions, longest)
         assert entry.block is not None
@@ -230,21 +237,10 @@ class GraphRunner(EagerRunner):
         self._live = self._live_index = upload(self.live_rows, self.device)
         self._choices += 1
 
-    def _replayed(self, shape: tuple[Any, ...], tokens: Tensor, positions: Tensor, longest: int) -> Tensor | None:
-        """Run a padded block by replaying the pass of its shape; None when that cannot be recorded."""
-        entry = self._entry(shape, self._reach(longest))
-        if entry is None:
-            return None
-        entry.buffers.fill(self._of_live_rows(tokens), self._of_live_rows(positions))
-        if entry.block is not None and entry.choice != self._choices:
-            self._place(entry.block)
-            entry.choice = self._choices
-        entry.replay()
-        return entry.replay.output
-
-    def _entry(self, shape: tuple[Any, ...], reach: int) -> _RecordedPass | None:
+    def _entry(self, shape: tuple[Any, ...], longest: int) -> _RecordedPass | None:
         """Return the recorded pass of a shape, None when it cannot be recorded."""
-        if self.cache.reserve(reach):
+        reach = self._reach(longest)
+        if self._reserve(reach):
             self._workspace.passes.clear()
         try:
             return self._workspace.passes.get((*shape, reach), lambda: self._record(shape, reach))
@@ -295,7 +291,7 @@ class GraphRunner(EagerRunner):
             buffers.masks.clear()
             self._fill_masks(buffers, view)
             self.cache.aim(buffers.positions, view)
-            return self._execute(buffers, kept)
+            return self._execute(buffers, kept, self._forward)
 
         return body
 

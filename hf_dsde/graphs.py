@@ -1,7 +1,7 @@
 """Recording a model's pass once and replaying it: CUDA graphs behind a small interface.
 
 A *body* is a function without arguments that reads static input tensors, works on the device only, and returns its
-output. Capturing runs it once to warm up (kernels are compiled and chosen then), once more to record, and gives back a
+output. Capturing runs it to warm up (kernels are compiled and chosen then), once more to record, and gives back a
 `Replay`: calling it does the same work on whatever the input tensors hold by then, and its `output` is always the same
 tensor. What a body decided on the host while it was recorded (shapes, branches) stays as it was. A replay knows
 addresses only: whoever records a body keeps every tensor alive that it reads and did not make itself.
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -80,7 +81,12 @@ class CudaReplay:
 class CudaCapture:
     """Captures CUDA graphs which share one memory pool.
 
-    They may, because they are replayed one at a time and each one's output is copied before the next is replayed.
+    They may, because they are replayed one at a time and each one's output is copied before the next is replayed. A
+    pool is gone with the last of its graphs.
+
+    cuBLAS keeps a workspace per stream and lets go of all of them whenever somebody asks, as torch.compile does. One
+    that was made outside of a capture would then be somebody else's memory, and a graph would go on writing to it. So
+    they are cleared before each capture: it makes its own, inside the pool.
 
     Args:
         device: The CUDA device of everything that the bodies touch.
@@ -89,6 +95,7 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._replays: WeakSet[CudaReplay] = WeakSet()
         self._stream = torch.cuda.Stream(device)
         self.bytes = 0
 
@@ -99,6 +106,11 @@ class CudaCapture:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 body()
+                with _waiting_raises():
+                    body()
+                if not self._replays:
+                    self._pool = torch.cuda.graph_pool_handle()
+                torch._C._cuda_clearCublasWorkspaces()
                 # Not `torch.cuda.graph`, which empties the allocator's cache before every capture; and other threads,
                 # such as those of a data loader, may go on allocating.
                 graph = torch.cuda.CUDAGraph()
@@ -112,9 +124,23 @@ class CudaCapture:
                         graph.capture_end()
                     raise
                 graph.capture_end()
+                torch._C._cuda_clearCublasWorkspaces()
                 self.bytes += torch.cuda.memory_reserved() - before
             current.wait_stream(self._stream)
-        return CudaReplay(graph, output)
+        replay = CudaReplay(graph, output)
+        self._replays.add(replay)
+        return replay
+
+
+@contextmanager
+def _waiting_raises() -> Iterator[None]:
+    """Let operations raise that wait for the device: inside of a capture they would also leave it in a bad state."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 Entry = TypeVar("Entry")

@@ -20,6 +20,7 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.generation import Speculation, generate_speculatively
 from hf_dsde.outputs import SpeculativeGenerateOutput
 from hf_dsde.policies.base import StoppingPolicy
+from hf_dsde.runners import release_memory
 
 _SPECULATION = "_hf_dsde_speculation"
 """Attribute of a call's own copy of the generation config that carries the policy from one override to the next."""
@@ -149,7 +150,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `enable`. Does nothing to a model that was not enabled.
+    """Undo `enable`, and free what calls keep on the device. Does nothing to a model that was not enabled.
 
     Raises:
         TypeError: If something else has changed the model's class since, as FSDP's `fully_shard` does.
@@ -163,6 +164,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
             )
             raise TypeError(msg)
         model.__class__ = own_class
+        release_memory(model)
     return model
 
 

@@ -8,7 +8,7 @@ the drafter's next pass is then under way already, so that the device does not w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,7 +118,9 @@ class SpeculativeLoop:
         self._times: PhaseTimes | None = None
         self._costs: LiveCosts | None = None
         self._rounds = 0
+        self._passes_before = 0
         self._overlaps = overlaps(sequences.device)
+        self._next_plain: Callable[[], Tensor] | None = None
 
     @property
     def probes_cost(self) -> bool:
@@ -137,6 +139,7 @@ class SpeculativeLoop:
                 self._prefill()
                 self._start_policy()
                 request = self._first_request()
+                self._recorded_passes()  # those of measuring costs disturb no round
                 while any(request.active_rows):
                     request = self._round(request)
         except BaseException:
@@ -174,6 +177,8 @@ class SpeculativeLoop:
             self._clock.mark()
             longest = max(self._sequences.length_counts) + candidates.width + 1
             self._drafter.prepare(self._sequences, going_on, longest)
+            if request.width == 0:
+                self._next_plain = self._stage_plain(going_on, longest)
         return self._request(lengths, self._settle(done, *download.wait()))
 
     def _draft(self, request: DraftRequest) -> CandidateBatch:
@@ -184,6 +189,9 @@ class SpeculativeLoop:
 
     def _run_target(self, candidates: CandidateBatch, request: DraftRequest) -> PassResult:
         """Run the last token and the draft tokens of every row; logits are `[rows, width + 1, vocabulary]`."""
+        ready, self._next_plain = self._next_plain, None
+        if ready is not None and candidates.width == 0:
+            return PassResult(ready())
         last, position = self._sequences.tail(1)
         tokens = torch.cat([last, candidates.tokens], dim=1)
         column = torch.arange(tokens.shape[1], device=tokens.device)
@@ -192,6 +200,11 @@ class SpeculativeLoop:
         known = None if self._policy.stops_inside_round else request.pass_counts
         longest = max(self._sequences.length_counts) + candidates.width
         return self._pass.run(tokens, positions, counts, known, longest)
+
+    def _stage_plain(self, going_on: Tensor, longest: int) -> Callable[[], Tensor]:
+        """Get a step without drafts ready: behind one, another is likely."""
+        last, position = self._sequences.tail(1)
+        return self._target.stage(last, position.masked_fill(~going_on[:, None], -1), longest)
 
     def _columns(self, candidates: CandidateBatch, request: DraftRequest) -> list[int]:
         """Return how many columns of each row the logits processors have to see."""
@@ -269,7 +282,8 @@ class SpeculativeLoop:
             self._clock.mark()
         self._times = self._clock.read(self._policy.take_seconds())
         self._rounds += 1
-        if self._costs is not None:
+        recorded = self._recorded_passes()
+        if self._costs is not None and not recorded:
             self._costs.observe(
                 draft_steps=candidates.steps,
                 width=self._charged_width(done),
@@ -287,8 +301,15 @@ class SpeculativeLoop:
             pass_rows=len(self._target.live_rows),
             packed_tokens=done.packed_tokens,
             times=self._times,
+            recorded_passes=recorded,
         )
         return next_lengths
+
+    def _recorded_passes(self) -> int:
+        """Return how many passes were recorded since the last call, which is what distorts a round's times."""
+        total = self._target.recording_costs.passes + self._drafter.recording_costs.passes
+        new, self._passes_before = total - self._passes_before, total
+        return new
 
     def _charged_width(self, done: _Round) -> int:
         """Return the columns per row that a padded pass would have had for the tokens of this one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -154,6 +154,13 @@ class ModelRunner(ABC):
         with attention.packed_attention(self.model):
             yield
 
+    def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
+        """Get a block ready. The function that is returned runs it and gives what `forward` would have given.
+
+        What comes in between may be the host's waiting for an answer. Only the block staged last can be run.
+        """
+        return lambda: self._run(tokens, positions, longest, keep)
+
     def forward(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Tensor:
         """Run a block, storing its keys and values in the slots named by `positions`.
 
@@ -167,15 +174,20 @@ class ModelRunner(ABC):
             Logits, `[rows, keep or width, vocabulary]`, float32, on the model's output device. Columns without a token
             hold anything finite, and so do rows that were left out.
         """
+        return self.stage(tokens, positions, longest, keep)()
+
+    def _run(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None) -> Tensor:
+        """Run a block eagerly."""
         width = tokens.shape[1]
         tokens, positions = self._of_live_rows(tokens), self._of_live_rows(positions)
         view = next_multiple(longest, self._config.view_bucket)
-        self.cache.reserve(view)
+        self._reserve(view)
         buffers = self._buffers_for(self.padded_width(width))
         buffers.fill(tokens, positions)
         self._fill_masks(buffers, view)
         self.cache.aim(buffers.positions, view)
-        return self._of_everyone(self._execute(buffers, keep or width)[:, -(keep or width) :].float())
+        logits = self._execute(buffers, keep or width)[:, -(keep or width) :]
+        return self._of_everyone(logits.float(), self._live_index)
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
         """Run the tokens of a padded block without the padding between the rows.
@@ -232,11 +244,17 @@ class ModelRunner(ABC):
         per_row = per_row.to(self.device)
         return per_row if self._live_index is None else per_row[self._live_index]
 
-    def _of_everyone(self, logits: Tensor) -> Tensor:
-        """Give the rows that were left out logits as well, zeros."""
-        if self._live_index is None:
+    def _of_everyone(self, logits: Tensor, live: Tensor | None) -> Tensor:
+        """Give the rows that were left out, all but `live`, logits as well: zeros."""
+        if live is None:
             return logits
-        return logits.new_zeros(self.rows, *logits.shape[1:]).index_copy_(0, self._live_index, logits)
+        return logits.new_zeros(self.rows, *logits.shape[1:]).index_copy_(0, live, logits)
+
+    def _reserve(self, slots: int) -> bool:
+        """Make room in the cache, if there is room for it; return whether its buffers have moved."""
+        if slots > self.cache.capacity:
+            check_cache_fits(self.model, self.rows, slots)
+        return self.cache.reserve(slots)
 
     def _buffers_for(self, width: int) -> BlockBuffers:
         if width not in self._buffers:
@@ -263,19 +281,22 @@ class ModelRunner(ABC):
         return visible
 
     @abstractmethod
-    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
-        """Run the model on the buffers; return the logits of at least the last `keep` columns, in its own dtype."""
+    def _execute(self, buffers: BlockBuffers, keep: int, forward: Callable[..., Any] | None = None) -> Tensor:
+        """Run the model on the buffers; return the logits of at least the last `keep` columns, in its own dtype.
+
+        `forward` stands in for the model, such as its compiled forward pass.
+        """
 
 
 class EagerRunner(ModelRunner):
     """Calls the model's `forward` for every block."""
 
-    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
+    def _execute(self, buffers: BlockBuffers, keep: int, forward: Callable[..., Any] | None = None) -> Tensor:
         masks = buffers.masks
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
             arguments["logits_to_keep"] = buffers.last_columns(keep)
-        output = self.model(
+        output = (forward or self.model)(
             input_ids=buffers.tokens,
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=buffers.position_ids,

@@ -15,7 +15,7 @@ from hf_dsde import compat
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.decoder import FusedDecoder, why_not_fused
 from hf_dsde.fused.dispatch import ops_for
-from hf_dsde.graph_runner import GraphRunner
+from hf_dsde.graph_runner import GraphRunner, workspaces
 from hf_dsde.graphs import Capture, CudaCapture
 from hf_dsde.runner import EagerRunner, ModelRunner
 
@@ -68,6 +68,11 @@ def create_runner(model: PreTrainedModel, rows: int, capacity: int, config: Spec
         on_failure=lambda failure: _fall_back(model, f"recording failed with {type(failure).__name__}: {failure}"),
         forward=compiled_forward(model) if wanted == "compile" else None,
     )
+
+
+def release_memory(model: PreTrainedModel) -> None:
+    """Free the cache and the recorded passes that calls with `model`, as target or draft, keep for the next one."""
+    workspaces.release(model)
 
 
 def can_record(device: torch.device) -> bool:

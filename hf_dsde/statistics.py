@@ -90,13 +90,15 @@ class SpeculationStatistics(SpeculationCounts):
 
         None without such a round.
         """
-        seconds = [r.verify_seconds + r.bookkeeping_seconds for r in self.rounds if r.is_plain]
+        plain = [r for r in self.rounds if r.is_plain]
+        seconds = [r.verify_seconds + r.bookkeeping_seconds for r in _undisturbed(plain)]
         return median(seconds) if seconds else None
 
     @property
     def draft_step_seconds(self) -> float | None:
         """Median seconds of one forward pass of the draft; None when it was never called."""
-        seconds = [r.draft_seconds / r.draft_steps for r in self.rounds if r.draft_steps]
+        drafting = [r for r in self.rounds if r.draft_steps]
+        seconds = [r.draft_seconds / r.draft_steps for r in _undisturbed(drafting)]
         return median(seconds) if seconds else None
 
     @property
@@ -104,15 +106,16 @@ class SpeculationStatistics(SpeculationCounts):
         """Seconds of a mean round in the steady state; nan without rounds.
 
         Each phase is charged its median over the rounds of the same shape (drafting by its steps, verifying by its
-        width, both by the rows in them), so that a one-time cost in a few rounds, such as capturing a graph, does not
-        pass for the price of speculation.
+        width, both by the rows in them), and rounds in which passes were recorded are left out if there are others, so
+        that a one-time cost in a few rounds does not pass for the price of speculation.
         """
+        rounds = _undisturbed(self.rounds)
         steady = (
-            _steady_total((r.pass_rows, r.draft_steps, r.draft_seconds) for r in self.rounds)
-            + _steady_total((r.pass_rows, r.pass_width, r.verify_seconds) for r in self.rounds)
-            + _steady_total((0, 0, r.bookkeeping_seconds) for r in self.rounds)
+            _steady_total((r.pass_rows, r.draft_steps, r.draft_seconds) for r in rounds)
+            + _steady_total((r.pass_rows, r.pass_width, r.verify_seconds) for r in rounds)
+            + _steady_total((0, 0, r.bookkeeping_seconds) for r in rounds)
         )
-        return _ratio(steady, len(self.rounds))
+        return _ratio(steady, len(rounds))
 
     @property
     def predicted_speedup(self) -> float | None:
@@ -262,6 +265,7 @@ class StatisticsRecorder:
         times: PhaseTimes,
         pass_rows: int | None = None,
         packed_tokens: int | None = None,
+        recorded_passes: int = 0,
     ) -> None:
         """Add one round. Sequences have one entry per row; rows that are not active have zeros.
 
@@ -276,6 +280,7 @@ class StatisticsRecorder:
             pass_rows: Rows in the target's pass, those included that had finished and still kept their place. None
                 stands for all.
             packed_tokens: Tokens in the target's pass when it was packed; None when it was padded.
+            recorded_passes: Shapes of passes that were recorded meanwhile.
 
         Raises:
             ValueError: If the numbers contradict each other.
@@ -290,6 +295,7 @@ class StatisticsRecorder:
             self.rows if pass_rows is None else pass_rows,
             times,
             packed_tokens,
+            recorded_passes,
         )
         check_round(entry, self.rows)
         self._rounds.append(entry)
@@ -376,6 +382,11 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 def _none_if_nan(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
+
+
+def _undisturbed(rounds: Sequence[RoundCounts]) -> Sequence[RoundCounts]:
+    """The rounds in which no pass was recorded, or all of them if there is none."""
+    return [r for r in rounds if not r.recorded_passes] or rounds
 
 
 def _steady_total(shapes_and_seconds: Iterable[tuple[int, int, float]]) -> float:

@@ -1,86 +1,212 @@
-"""What only a GPU can show: equality on its kernels, models on different devices, bfloat16 near-ties.
+"""What only a GPU can show: equality on its kernels, models on different devices, bfloat16 near-ties, memory.
 
-Run with `pytest -m gpu` on a machine with a CUDA device; elsewhere the file is skipped.
+Run with `tests/gpu.sh` on a machine with a CUDA device; elsewhere the file is skipped. `test_gpu_runner.py` looks at
+the runner itself.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
-from tiny_models import AGREEMENT, FAMILIES, PAD, noisy_copy, ragged_batch, random_lengths, tiny_model
+from tiny_models import FAMILIES, PAD, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths
+from transformers import PreTrainedModel
 
 import hf_dsde
+from hf_dsde import generation
+from hf_dsde.config import SpeculationConfig
 from hf_dsde.divergence import Verdict, compare_outputs
+from hf_dsde.fused.decoder import why_not_fused
+from hf_dsde.graph_runner import GraphRunner, workspaces
+from hf_dsde.graphs import CudaCapture
+from hf_dsde.memory import cache_bytes
+from hf_dsde.runners import RunnerWarning
 
 pytestmark = [
     pytest.mark.gpu,
     # Tiny models lose time by speculation; that is no finding here.
     pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 CUDA = torch.device("cuda", 0)
+NEW_TOKENS = 32
+RECORDED = [family for family in FAMILIES if family != "mixtral"]
+"""The experts of the other one depend on the tokens: `test_gpu_runner.py` looks at that."""
+FUSED = [family for family in RECORDED if why_not_fused(tiny_model(family)) is None]
 
 
 def batch_on(device: torch.device, rows: int = 6) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in ragged_batch(random_lengths(rows)).items()}
 
 
-@pytest.mark.parametrize("agreement", AGREEMENT)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_equals_plain_generate_in_float32(family: str, agreement: str) -> None:
-    target = tiny_model(family).float().to(CUDA)
-    draft = noisy_copy(target.cpu(), AGREEMENT[agreement]).to(CUDA)
-    target.to(CUDA)
-    inputs = batch_on(CUDA)
-    plain = target.generate(**inputs, max_new_tokens=48, do_sample=False)
-    hf_dsde.enable(target)
-    text = target.generate(
-        **inputs, max_new_tokens=48, do_sample=False, assistant_model=draft, speculation_policy=RandomLengths()
-    )
-    assert torch.equal(text, plain)
+@functools.cache
+def pair(family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return a target and a draft that agrees with it about half of the time, in float32 on the GPU."""
+    target = tiny_model(family).float()
+    return target.to(CUDA), noisy_copy(tiny_model(family).float(), 0.05).to(CUDA)
 
 
-@pytest.mark.parametrize("policy", hf_dsde.available_policies())
-def test_every_policy_keeps_its_state_on_the_device(policy: str) -> None:
-    target = tiny_model().float().to(CUDA)
-    draft = noisy_copy(tiny_model().float(), 0.05).to(CUDA)
-    inputs = batch_on(CUDA)
-    plain = target.generate(**inputs, max_new_tokens=80, do_sample=False)
-    hf_dsde.enable(target)
-    text = target.generate(
-        **inputs, max_new_tokens=80, do_sample=False, assistant_model=draft, speculation_policy=policy
+@functools.cache
+def plain(family: str = "llama") -> torch.Tensor:
+    """Return what stock greedy `generate` returns."""
+    target, _ = pair(family)
+    return target.generate(**batch_on(CUDA), max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def speculative(family: str = "llama", policy: Any = None, **settings: Any) -> torch.Tensor:
+    """Generate greedily with the given settings of `SpeculationConfig`."""
+    target, draft = pair(family)
+    return hf_dsde.enable(target).generate(
+        **batch_on(CUDA),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        assistant_model=draft,
+        speculation_policy=policy or RandomLengths(stop_probability=0.1),
+        speculation_config=SpeculationConfig(**settings),
     )
-    assert torch.equal(text, plain)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each pass that is recorded."""
+    passes: list[int] = []
+    original = CudaCapture.__call__
+    monkeypatch.setattr(CudaCapture, "__call__", lambda self, body: passes.append(1) or original(self, body))
+    return passes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def released() -> Iterator[None]:
+    """Leave no recorded passes behind for other files."""
+    yield
+    for model in list(workspaces._idle):
+        workspaces.release(model)
+    pair.cache_clear()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *((family, {}) for family in RECORDED),
+        *((family, {"fused_layers": False}) for family in FUSED),
+        *((family, {"verification": "packed"}) for family in FUSED),
+        *((family, {"runner": "eager"}) for family in FAMILIES),
+    ],
+    ids=str,
+)
+def test_greedy_text_equals_plain_generate_in_float32(
+    family: str, settings: dict[str, Any], recorded: list[int]
+) -> None:
+    """The second call finds every pass recorded. A model that is not recorded warns, and that is an error here."""
+    expected = plain(family)
+    assert torch.equal(speculative(family, **settings), expected)
+    records = settings.get("runner") != "eager"
+    assert bool(recorded) == records
+    recorded.clear()
+    assert torch.equal(speculative(family, **settings), expected)
+    assert not recorded
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_packed_passes_are_really_packed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    original = GraphRunner.forward_packed
+    monkeypatch.setattr(
+        GraphRunner, "forward_packed", lambda self, *block: sizes.append(block[3]) or original(self, *block)
+    )
+    assert torch.equal(speculative(family, verification="packed"), plain(family))
+    assert sizes
+
+
+@pytest.mark.parametrize("agreement", [0.0, 1.0], ids=["full", "never"])
+def test_drafts_that_always_or_never_agree(agreement: float) -> None:
+    target, _ = pair()
+    draft = noisy_copy(tiny_model().float(), agreement).to(CUDA)
+    text = hf_dsde.enable(target).generate(
+        **batch_on(CUDA), max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=draft, speculation_policy="static"
+    )
+    assert torch.equal(text, plain())
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(("target_device", "draft_device"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_draft_and_target_may_live_on_different_devices(target_device: str, draft_device: str, do_sample: bool) -> None:
+    """Of the policies those that hear of every draft step, and one that compares the two models' logits."""
     target = tiny_model().float().to(target_device)
     draft = noisy_copy(tiny_model().float(), 0.05).to(draft_device)
     inputs = batch_on(target.device)
-    options = {"max_new_tokens": 40, "repetition_penalty": 1.2, "min_new_tokens": 5, "do_sample": do_sample}
+    options = {"max_new_tokens": 24, "repetition_penalty": 1.2, "min_new_tokens": 5, "do_sample": do_sample}
     if do_sample:
         options |= {"temperature": 0.7, "top_p": 0.9}
-    plain = target.generate(**inputs, **options)
+    expected = target.generate(**inputs, **options)
     hf_dsde.enable(target)
-    for policy in hf_dsde.available_policies():
+    for policy in ("dsde", "svip", "confidence", "marginal_goodput"):
         text = target.generate(**inputs, **options, assistant_model=draft, speculation_policy=policy)
         assert text.device == target.device
         if not do_sample:
-            assert torch.equal(text, plain)
+            assert torch.equal(text, expected)
 
 
-def test_bfloat16_differs_from_plain_generate_at_near_ties_only() -> None:
-    target = tiny_model(hidden_size=128, intermediate_size=256, num_hidden_layers=4).to(CUDA, torch.bfloat16)
-    draft = noisy_copy(target.cpu(), 0.05).to(CUDA)
-    target.to(CUDA)
+@pytest.mark.parametrize("settings", [{}, {"verification": "packed"}, {"runner": "eager"}], ids=str)
+def test_bfloat16_differs_from_plain_generate_at_near_ties_only(settings: dict[str, Any]) -> None:
+    """Weights as wide as a tiny model's make its logits noisy: eager passes of another shape move them by six ulps."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    target = tiny_model(**shape).to(CUDA, torch.bfloat16)
+    draft = noisy_copy(tiny_model(**shape).bfloat16(), 0.05).to(CUDA)
     inputs = batch_on(CUDA, rows=16)
-    plain = target.generate(**inputs, max_new_tokens=64, do_sample=False)
-    hf_dsde.enable(target)
-    text = target.generate(
-        **inputs, max_new_tokens=64, do_sample=False, assistant_model=draft, speculation_policy="dsde"
+    expected = target.generate(**inputs, max_new_tokens=64, do_sample=False)
+    text = hf_dsde.enable(target).generate(
+        **inputs,
+        max_new_tokens=64,
+        do_sample=False,
+        assistant_model=draft,
+        speculation_policy="dsde",
+        speculation_config=SpeculationConfig(**settings),
     )
-    comparison = compare_outputs(target, inputs["input_ids"], inputs["attention_mask"], plain, text, pad_token_id=PAD)
+    prompts = (inputs["input_ids"], inputs["attention_mask"])
+    comparison = compare_outputs(target, *prompts, expected, text, pad_token_id=PAD, tolerance_ulps=8)
     assert all(row.verdict is not Verdict.DIFFERENT for row in comparison.rows), str(comparison)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("split", ["target", "draft"])
+def test_a_model_spread_over_two_devices_is_run_eagerly_and_says_so(split: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+    places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    models = {"target": tiny_model().float(), "draft": noisy_copy(tiny_model().float(), 0.05)}
+    for name, model in models.items():
+        models[name] = accelerate.dispatch_model(model, places) if name == split else model.to(CUDA)
+    target, draft = models["target"], models["draft"]
+    expected = target.generate(**batch_on(CUDA), max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_dsde.enable(target)
+    options = {**batch_on(CUDA), "max_new_tokens": NEW_TOKENS, "do_sample": False, "assistant_model": draft}
+    with pytest.warns(RunnerWarning, match="several devices"):
+        text = target.generate(**options, speculation_policy="dsde")
+    assert torch.equal(text, expected)
+    # A second warning for the same model would be an error.
+    assert torch.equal(target.generate(**options, speculation_policy="svip"), expected)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are made for the whole text here; otherwise they begin with room for a part of it and grow."""
+    monkeypatch.setattr(generation, "RESERVED_NEW_TOKENS", 10**12)
+    wide = {"head_dim": 256, "num_key_value_heads": 4}
+    target = tiny_model(**wide).float().to(CUDA)
+    draft = noisy_copy(tiny_model(**wide).float(), 0.05).to(CUDA)
+    inputs = batch_on(CUDA, rows=4)
+    expected = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    hf_dsde.enable(target)
+    options = {**inputs, "do_sample": False, "assistant_model": draft, "speculation_policy": "static"}
+    absurd = 2 * torch.cuda.get_device_properties(CUDA).total_memory // cache_bytes(target, 4, 1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(torch.OutOfMemoryError, match=r"for 4 rows of \d+ tokens.*Lower the batch size.*max_new_tokens"):
+        target.generate(**options, max_new_tokens=absurd)
+    assert torch.cuda.max_memory_allocated() - before < 2**30, "only the tokens themselves were allocated"
+    assert torch.equal(target.generate(**options, max_new_tokens=8), expected)

@@ -207,6 +207,16 @@ def test_idle_recordings_do_not_keep_a_model_alive() -> None:
     assert gone() is None
 
 
+@pytest.mark.parametrize("release", [hf_dsde.release_memory, hf_dsde.disable])
+def test_what_is_kept_can_be_freed(release: Any) -> None:
+    target = tiny_model()
+    generate(target, noisy_copy(target, 0.05), new_tokens=4)
+    cache = weakref.ref(workspaces._idle[target][0].cache)
+    release(target)
+    gc.collect()
+    assert cache() is None
+
+
 def test_new_weights_are_never_served_by_old_recordings() -> None:
     target = tiny_model()
     draft = noisy_copy(target, 0.05)

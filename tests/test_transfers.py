@@ -1,11 +1,11 @@
-"""Host values arrive on a device as they are, and nobody waits for them."""
+"""Values arrive as they are on the other side, and nobody waits longer for them than for what they are made of."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_dsde.transfers import upload
+from hf_dsde.transfers import Download, upload
 
 CPU = torch.device("cpu")
 VALUES = [
@@ -36,7 +36,21 @@ def test_a_tensor_of_a_cpu_is_not_pinned() -> None:
     assert not upload([1, 2], CPU).is_pinned()
 
 
+def test_vectors_come_back_as_they_were_whatever_their_kind() -> None:
+    vectors = [torch.tensor([3, 0, 2**40]), torch.tensor([True, False, True]), torch.tensor([1, 2, 3]).int()]
+    assert Download(vectors).wait() == [[3, 0, 2**40], [1, 0, 1], [1, 2, 3]]
+
+
+def test_what_is_written_later_is_not_downloaded() -> None:
+    vector = torch.tensor([1, 2, 3])
+    download = Download([vector])
+    vector.zero_()
+    assert download.wait() == [[1, 2, 3]]
+
+
 @pytest.mark.gpu
+# Said once per process when the mode is switched on.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 class TestCuda:
     @pytest.mark.parametrize(("values", "dtype"), VALUES, ids=str)
     def test_values_and_their_kind_are_kept(self, values: list[int], dtype: torch.dtype) -> None:
@@ -50,7 +64,8 @@ class TestCuda:
         torch.cuda.set_sync_debug_mode("error")
         try:
             upload([1, 2, 3], device)
-            upload([True, False], device)
+            download = Download([upload([True, False], device), upload([4, 5], device)])
+            assert download.wait() == [[1, 0], [4, 5]]
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -63,3 +78,30 @@ class TestCuda:
             work = (work @ work).clamp_(-1, 1)
             uploaded.append(upload([step, step + 1, -step], device))
         assert torch.stack(uploaded).tolist() == [[step, step + 1, -step] for step in range(200)]
+
+    def test_a_download_does_not_wait_for_what_was_asked_for_behind_it(self) -> None:
+        device = torch.device("cuda", 0)
+        work = torch.randn(4096, 4096, device=device)
+        vector = upload([7, 8, 9], device)
+        work @ work  # chooses its kernel
+        torch.cuda.synchronize()
+        download = Download([vector])
+        behind = torch.cuda.Event()
+        for _ in range(100):
+            work = (work @ work).clamp_(-1, 1)
+        behind.record()
+        assert download.wait() == [[7, 8, 9]]
+        assert not behind.query(), "the host has waited for the products as well"
+        torch.cuda.synchronize()
+
+    def test_a_download_holds_what_the_device_wrote_before_it_and_nothing_later(self) -> None:
+        device = torch.device("cuda", 0)
+        work = torch.randn(2048, 2048, device=device)
+        vector = torch.zeros(3, dtype=torch.long, device=device)
+        downloads = []
+        for step in range(50):
+            work = (work @ work).clamp_(-1, 1)
+            vector.fill_(step)
+            downloads.append(Download([vector, vector + 1]))
+        vector.fill_(-1)
+        assert [download.wait() for download in downloads] == [[[step] * 3, [step + 1] * 3] for step in range(50)]

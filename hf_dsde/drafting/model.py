@@ -7,7 +7,7 @@ token again writes the same key and value into the same slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -141,9 +141,10 @@ class ModelDrafter(Drafter):
         logits = self._catch_up(sequences, request)
         ends = sequences.lengths.to(self._device)
         flag = StopFlag(STOP_LAG)
+        following: Callable[[], Tensor] | None = None
         for position in range(request.width):
-            if position > 0:
-                logits = self._feed(sequences, ends, proposal.tokens[-1], position, drafting)
+            if following is not None:
+                logits = self._align(following()[:, 0])
             counts = [int(position < length) for length in request.length_counts]
             scores = self._process(logits[:, None], sequences, counts, offset=position)[:, 0]
             tokens, probs = choose(scores, self._do_sample)
@@ -157,9 +158,12 @@ class ModelDrafter(Drafter):
                 drafting = self._ask(policy, step, drafting, sequences.device)
                 if position + 1 < request.width or STOP_LAG > 0:
                     flag.ask(drafting)
-                    if flag.nobody_drafts():
-                        proposal.drop_last(STOP_LAG)
-                        break
+            if position + 1 < request.width:
+                # Ready before the host waits for the answer, so that the device gets it at once if it is yes.
+                following = self._stage(sequences, ends, tokens, position + 1, drafting)
+            if policy.stops_inside_round and flag.nobody_drafts():
+                proposal.drop_last(STOP_LAG)
+                break
         candidates = self._candidates(proposal, drafted, sequences.device)
         sequences.write_behind(candidates.tokens)
         return candidates
@@ -202,11 +206,13 @@ class ModelDrafter(Drafter):
         longest = max(length for length, fit in zip(lengths, fits, strict=True) if fit)
         return self._last_logits(tokens, positions, longest)
 
-    def _feed(self, sequences: SequenceBatch, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor) -> Tensor:
-        """Feed the draft tokens of the step before; return the logits behind them, `[rows, vocabulary]`."""
+    def _stage(
+        self, sequences: SequenceBatch, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor
+    ) -> Callable[[], Tensor]:
+        """Get a draft step ready that feeds the tokens of the one before."""
         slots = (ends + position - 1).masked_fill(~drafting, -1)
         longest = max(sequences.length_counts) + position
-        return self._last_logits(tokens[:, None], slots[:, None], longest)
+        return self._runner.stage(self._known(tokens[:, None]), slots[:, None], longest, keep=1)
 
     def _last_logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Run a block; return the logits behind each row's last token, `[rows, vocabulary]`."""

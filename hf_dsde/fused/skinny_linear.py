@@ -1,10 +1,10 @@
 """Products of few tokens with weight matrices: Triton kernels that are as fast as the weights can be read.
 
 With a handful of tokens a product is a single pass over its weights, and those of one layer are so small that a GPU
-reads them in the time it takes to start a kernel. So products of the same input share a launch, each program streams
-few rows of one matrix with many loads under way. A tile of so few rows and tokens has sums that wait for each other more
-than for memory, so each warp has a slice of the inner dimension, and they add up theirs at the end. Among programs that
-dimension is not divided: sums have a fixed order, whatever the other tokens. Weights stay where the model has them.
+reads them in the time it takes to start a kernel. So products of the same input share a launch, and each program
+streams few rows of one matrix with many loads under way. The sums of so small a tile wait for each other more than for
+memory; so each warp has a slice of the inner dimension, and they add theirs up at the end. Among programs that
+dimension is not divided. Sums have a fixed order, whatever the other tokens are. Weights stay where the model has them.
 
 Which launch suits which sizes, and where the vendor's library is left alone, say the constants of this file; they are
 settled by measurement (`benchmarks/skinny_linear.py`).
@@ -80,9 +80,10 @@ def plan_product(tokens: int, rows: int, width: int, element_size: int, *, gated
     table = GATED_PLANS if gated else LINEARS_PLANS
     block_n, block_k, warps, stages = next(shape for bound, shape in table.items() if rows <= bound)
     plan = SkinnyPlan(max(16, triton.next_power_of_2(tokens)), block_n, block_k, warps, stages)
-    # More tokens, or larger elements, take the room of what is read ahead of them.
+    # More tokens, or larger elements, take the room of what is read ahead. Of less than 256 bytes from each of 8 rows,
+    # not every thread of 4 warps would get 16 at once.
     shrink = (plan.block_m // 16) * (element_size // 2)
-    return fitted(replace(plan, block_k=max(64, block_k // shrink)), width)
+    return fitted(replace(plan, block_k=max(256 // element_size, block_k // shrink)), width)
 
 
 def fitted(plan: SkinnyPlan, width: int) -> SkinnyPlan:
@@ -139,15 +140,13 @@ def _weights(
     slices: tl.constexpr,
     even: tl.constexpr,
 ) -> tl.tensor:
-    """Elements from `start` of some rows, `[slices, block_k / slices, rows]`. The rows exist; behind their ends lies 0."""
+    """Elements from `start` of rows that exist, `[slices, block_k / slices, rows]`; 0 behind their ends."""
     column = start + tl.arange(0, slices)[:, None, None] * (block_k // slices)
     column += tl.arange(0, block_k // slices)[None, None, :]
     place = weight + row[None, :, None].to(tl.int64) * width + column
     if even:
-        part = tl.load(place)
-    else:
-        part = tl.load(place, mask=column < width, other=0.0)
-    return tl.permute(part, (0, 2, 1))
+        return tl.permute(tl.load(place), (0, 2, 1))
+    return tl.permute(tl.load(place, mask=column < width, other=0.0), (0, 2, 1))
 
 
 @triton.jit(do_not_specialize=["total", "rows0", "rows1", "rows2"])

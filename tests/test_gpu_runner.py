@@ -1,0 +1,262 @@
+"""Recorded passes on a GPU: eager ones' logits, one wait for the device per round, and what cannot be recorded."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, noisy_copy, ragged_batch, random_lengths, tiny_model
+from transformers import PreTrainedModel
+
+import hf_dsde
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.graph_runner import GraphRunner
+from hf_dsde.packing import packed_bucket
+from hf_dsde.runners import RunnerWarning, create_runner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
+    # Said once per process when the mode is switched on.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
+CUDA = torch.device("cuda", 0)
+NEW_TOKENS = 48
+PACKAGE = Path(hf_dsde.__file__).parent
+
+EACH_ROUND = "transfers.py::wait"
+"""Where the host learns how a round ended."""
+EACH_DRAFT_STEP = "drafting/stop_flag.py::nobody_drafts"
+"""Where it learns whether rows draft on, when a policy decides that on the device."""
+AFTERWARDS = "timing.py::seconds_until"
+"""Reads marks in front of what the round has waited for: they have passed."""
+SETTING_UP = {
+    "generation.py::_scalar",
+    "loop.py::_first_request",
+    "loop.py::_prefill",
+    "loop.py::_start_policy",
+    "policies/acceptance_model.py::__init__",
+    "refusals.py::_check_positions",
+    "sequences.py::__init__",
+    "sequences.py::_check_padding",
+    "sequences.py::text",
+}
+"""Where a call may wait a few times, however long its text gets."""
+MOST_SETTING_UP = 16
+
+
+@functools.cache
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return an enabled target that ends its text only where a call says so, and a draft, in float32 on the GPU."""
+    target = tiny_model().float()
+    target.generation_config.eos_token_id = None
+    return hf_dsde.enable(target.to(CUDA)), noisy_copy(tiny_model().float(), 0.05).to(CUDA)
+
+
+def batch(rows: int = 8) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(CUDA) for name, tensor in ragged_batch(random_lengths(rows)).items()}
+
+
+@functools.cache
+def plain_and_ends() -> tuple[torch.Tensor, list[int]]:
+    """Return greedy text, and end-of-sequence tokens that end some of its rows early."""
+    target, _ = pair()
+    endless = target.generate(**batch(), max_new_tokens=NEW_TOKENS, do_sample=False)
+    ends = sorted({int(endless[row, step - NEW_TOKENS]) for row, step in ((1, 9), (4, 20), (6, 31))})
+    text = target.generate(**batch(), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    return text, ends
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return the innermost function of this package among the callers, as `file.py::function`."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            return f"{path.relative_to(PACKAGE).as_posix()}::{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+@contextmanager
+def noted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count where the host waits for the device inside the `with` block.
+
+    torch reports most operations that wait; it does not report events, which are noted here.
+    """
+    waits: Counter[str] = Counter()
+    original = torch.cuda.Event.synchronize
+
+    def synchronize(self: torch.cuda.Event) -> None:
+        waits[place_of(sys._getframe(1))] += 1
+        original(self)
+
+    def note(*_: Any, **__: Any) -> None:
+        waits[place_of(sys._getframe(1))] += 1
+
+    with warnings.catch_warnings(), monkeypatch.context() as patch:
+        warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
+        patch.setattr(torch.cuda.Event, "synchronize", synchronize)
+        patch.setattr(warnings, "showwarning", note)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def call(policy: str, do_sample: bool, ends: list[int]) -> hf_dsde.SpeculativeGenerateOutput:
+    """Generate; the same draws in every call."""
+    target, draft = pair()
+    torch.manual_seed(11)
+    return target.generate(
+        **batch(),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=do_sample,
+        eos_token_id=ends,
+        pad_token_id=0,
+        assistant_model=draft,
+        speculation_policy=policy,
+        return_dict_in_generate=True,
+    )
+
+
+def test_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the counts below would show nothing."""
+    flags = torch.tensor([1, 0, 2], device=CUDA)
+    event = torch.cuda.Event()
+    event.record()
+    with noted_waits(monkeypatch) as waits:
+        flags.tolist()
+        bool(flags.any())
+        flags[flags > 0]
+        torch.tensor([1, 2], device=CUDA)
+        event.synchronize()
+    assert waits == {"elsewhere": 5}
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("policy", hf_dsde.available_policies())
+def test_a_round_waits_for_the_device_once(policy: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, ends = plain_and_ends()
+    call(policy, do_sample, ends)  # records what it needs, and waits for that
+    with noted_waits(monkeypatch) as waits:
+        output = call(policy, do_sample, ends)
+    if not do_sample:
+        assert torch.equal(output.sequences, expected)
+    statistics = output.speculation_statistics
+    rounds = len(statistics.rounds)
+    assert rounds > MOST_SETTING_UP / 2, "too few rounds to tell them from setting up"
+    assert waits.pop(EACH_ROUND) == rounds
+    assert waits.pop(EACH_DRAFT_STEP, 0) <= statistics.draft_steps
+    assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
+    waits.pop("elsewhere", None)  # `generate` itself, before and behind the rounds
+    assert set(waits) <= SETTING_UP, waits
+    assert sum(waits.values()) <= MOST_SETTING_UP, waits
+
+
+def test_only_policies_that_stop_inside_a_round_wait_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ends = plain_and_ends()
+    for policy, stops in (("static", False), ("dsde", False), ("svip", True)):
+        call(policy, False, ends)
+        with noted_waits(monkeypatch) as waits:
+            call(policy, False, ends)
+        assert (waits[EACH_DRAFT_STEP] > 0) == stops
+
+
+@torch.no_grad()
+def compare_runners(model: PreTrainedModel, rounds: int, **settings: Any) -> GraphRunner:
+    """Run the same random blocks through recorded and eager passes while rows leave; return the recording runner."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(CUDA)
+
+    lengths = torch.tensor(random_lengths(12), device=CUDA)
+    rows, longest = len(lengths), int(lengths.max())
+    eager = create_runner(model, rows, 64, SpeculationConfig(runner="eager"))
+    recorded = create_runner(model, rows, 64, SpeculationConfig(runner="graph", **settings))
+    assert isinstance(recorded, GraphRunner)
+    prompts = draw(3, VOCABULARY, rows, longest)
+    active = torch.ones(rows, dtype=torch.bool, device=CUDA)
+    with ExitStack() as held:
+        for runner in (eager, recorded):
+            held.enter_context(runner.active())
+            runner.prefill(prompts, lengths, longest)
+        for number in range(rounds):
+            width = int(draw(1, 8, 1))
+            counts = torch.where(active, draw(1, width + 1, rows), 0)
+            tokens = draw(3, VOCABULARY, rows, width)
+            column = torch.arange(width, device=CUDA)
+            positions = (lengths[:, None] + column).masked_fill(column >= counts[:, None], -1)
+            real, bound = positions >= 0, int(lengths.max()) + width
+            expected = eager.forward(tokens, positions, bound)[real]
+            logits = [recorded.forward(tokens, positions, bound)]
+            if recorded.packs:
+                size = packed_bucket(int(counts.sum()))
+                logits.append(recorded.forward_packed(tokens, positions, counts, size, bound))
+            for result in logits:
+                torch.testing.assert_close(result[real], expected, rtol=1e-4, atol=1e-4)
+            # What is not accepted is written again in the next round.
+            lengths = lengths + torch.minimum(draw(0, 8, rows), counts)
+            if number % 7 == 6:
+                active[int(active.nonzero()[number % int(active.sum())])] = False
+                active[int(active.nonzero()[0])] = False
+                for runner in (eager, recorded):
+                    runner.keep_rows(active.nonzero()[:, 0].tolist())
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("mistral", {}),
+        ("llama", {"fused_layers": False}),
+        ("gemma3", {}),
+        ("gemma2", {}),
+        ("gpt2", {}),
+    ],
+    ids=str,
+)
+def test_recorded_passes_give_the_logits_of_eager_ones_while_rows_leave(family: str, settings: dict[str, Any]) -> None:
+    recorded = compare_runners(tiny_model(family).float().to(CUDA), rounds=30, **settings)
+    assert recorded.recording_costs.passes > 1
+    fused = family in ("llama", "qwen3", "mistral") and not settings
+    assert len(recorded.live_rows) == (4 if fused else 12), "12 rows, of which 4 are left"
+
+
+def test_recorded_passes_survive_a_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_dsde.graph_runner.CAPACITY_STEP", 16)
+    monkeypatch.setattr("hf_dsde.graph_runner.MIN_REACH", 16)
+    for settings in ({}, {"fused_layers": False, "view_bucket": 16}):
+        recorded = compare_runners(tiny_model().float().to(CUDA), rounds=20, **settings)
+        assert recorded.cache.capacity > 80
+
+
+def test_a_model_that_cannot_be_recorded_is_run_eagerly_and_the_device_goes_on_working() -> None:
+    """The experts of this one are chosen on the host. Last in its file, as it could break the device for others."""
+    target = tiny_model("mixtral").float().to(CUDA)
+    draft = noisy_copy(tiny_model("mixtral").float(), 0.05).to(CUDA)
+    inputs = batch()
+    expected = target.generate(**inputs, max_new_tokens=20, do_sample=False)
+    options = {**inputs, "max_new_tokens": 20, "assistant_model": draft, "speculation_policy": "dsde"}
+    hf_dsde.enable(target)
+    with pytest.warns(RunnerWarning, match="MixtralForCausalLM is run eagerly.*recording failed") as caught:
+        assert torch.equal(target.generate(**options, do_sample=False), expected)
+    assert len([w for w in caught if w.category is RunnerWarning]) == 2, "target and draft, once each"
+    # Nobody is warned again, numbers can still be drawn, and other models are recorded.
+    torch.manual_seed(2)
+    sampled = target.generate(**options, do_sample=True)
+    torch.manual_seed(2)
+    assert torch.equal(target.generate(**options, do_sample=True), sampled)
+    compare_runners(tiny_model().float().to(CUDA), rounds=5)
