@@ -150,7 +150,7 @@ def _measure(product: Product, tokens: int, weights: list[list[Tensor]], *, swee
     for entry in found:
         if "microseconds" in entry and "microseconds" in baseline:
             entry["ratio_to_library"] = entry["microseconds"] / baseline["microseconds"]
-    pays = skinny_linear.pays(tokens, sum(product.rows), product.width, torch.bfloat16)
+    pays = skinny_linear.pays(tokens, len(product.rows), sum(product.rows), product.width, torch.bfloat16)
     return {**vars(product), "tokens": tokens, "pays": pays, "library": baseline, "launches": found}
 
 

@@ -47,7 +47,7 @@ _CAPTURING = "transformers.utils.output_capturing"
 class FusedOps(Protocol):
     """What a pass is made of beside the model's modules. `hf_dsde.fused.reference` documents each operation."""
 
-    def pays(self, tokens: int, rows: int, width: int, dtype: torch.dtype) -> bool:
+    def pays(self, tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype) -> bool:
         """Say whether `linears` and `gated_linear` are preferred to modules, for weights `[rows, width]` in all."""
 
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> list[Tensor]:
@@ -237,7 +237,8 @@ class FusedDecoder:
         """Whether the ops compute what these modules would. Looked up anew each time: hooks come and go."""
         if not all(_is_plain(module, x.dtype) for module in modules):
             return False
-        return self._ops.pays(len(x), sum(len(module.weight) for module in modules), x.shape[-1], x.dtype)
+        rows = sum(len(module.weight) for module in modules)
+        return self._ops.pays(len(x), len(modules), rows, x.shape[-1], x.dtype)
 
     def _head_norm(self, states: Tensor, norm: _Norm) -> Tensor:
         """Normalise every head of `[T, heads, D]` by itself."""

@@ -65,7 +65,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def pays(tokens: int, rows: int, width: int, dtype: torch.dtype) -> bool:  # noqa: ARG001 - the kernels' signature
+def pays(tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype) -> bool:  # noqa: ARG001 - as the kernels
     """Whether `linears` and `gated_linear` are preferred to calling modules: always, since it comes to the same."""
     return True
 

@@ -124,13 +124,15 @@ def test_planned_launches_fit_the_device(gated, tokens):
 
 
 def test_what_pays_is_few_tokens_of_half_precision_with_weights_that_are_not_large():
-    assert pays(8, 2560, 1536, torch.bfloat16)
-    assert pays(PAYING_TOKENS, 2560, 1536, torch.float16)
+    assert pays(8, 3, 2560, 1536, torch.bfloat16)
+    assert pays(PAYING_TOKENS, 3, 2560, 1536, torch.float16)
     assert PAYING_TOKENS <= MOST_TOKENS
-    assert not pays(PAYING_TOKENS + 1, 2560, 1536, torch.bfloat16)
-    assert not pays(8, 2560, 1536, torch.float32)
-    assert not pays(8, 2 * 27648, 5120, torch.bfloat16)
-    assert not pays(8, 2560, 1001, torch.bfloat16)
+    assert not pays(PAYING_TOKENS + 1, 3, 2560, 1536, torch.bfloat16)
+    assert not pays(8, 3, 2560, 1536, torch.float32)
+    assert not pays(8, 2, 2 * 27648, 5120, torch.bfloat16)
+    assert not pays(8, 3, 2560, 1001, torch.bfloat16)
+    assert pays(8, 3, 7168, 5120, torch.bfloat16)
+    assert not pays(8, 1, 7168, 5120, torch.bfloat16)
     torch.empty((1, 1)).zero_()
 
 

@@ -352,7 +352,7 @@ def test_products_of_plain_modules_are_taken_over_where_that_pays(name: str) -> 
 def test_whether_it_pays_is_asked_with_the_sizes_of_all_weights_together() -> None:
     ops = check_products(tiny_model(), [3, 1, 2, 1] * 2)
     tokens = sum(COUNTS)
-    layer = [(tokens, 64, 32), (tokens, 32, 32), (tokens, 128, 32), (tokens, 32, 64)]
+    layer = [(tokens, 3, 64, 32), (tokens, 1, 32, 32), (tokens, 2, 128, 32), (tokens, 1, 32, 64)]
     assert ops.asked == [(*sizes, torch.float64) for sizes in layer * 2]
 
 
