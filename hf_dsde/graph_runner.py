@@ -323,7 +323,8 @@ def workspace_key(model: PreTrainedModel, rows: int, config: SpeculationConfig, 
     Recorded passes read the weights where they lay and do what the modules did at the time. So the weights' addresses
     count, and models with modules from elsewhere, such as adapters that can be switched off, record anew in each call.
     """
-    if any(type(module).__module__.partition(".")[0] not in ("torch", "transformers") for module in model.modules()):
+    kinds = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    if not kinds <= {"torch", "transformers"}:
         return None
     addresses = tuple(t.data_ptr() for group in (model.parameters(), model.buffers()) for t in group)
     settings = (config.runner, config.view_bucket, config.packed_attention, model.config._attn_implementation)

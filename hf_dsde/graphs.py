@@ -10,6 +10,7 @@ addresses only: whoever records a body keeps every tensor alive that it reads an
 from __future__ import annotations
 
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -136,8 +137,10 @@ class CudaCapture:
 def _waiting_raises() -> Iterator[None]:
     """Let operations raise that wait for the device: inside of a capture they would also leave it in a bad state."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)

@@ -63,7 +63,7 @@ def create_runner(model: PreTrainedModel, rows: int, capacity: int, config: Spec
         rows,
         capacity,
         config,
-        fused=FusedDecoder(model, ops_for(model.device)) if fused else None,
+        fused=FusedDecoder(model, ops_for(model.device), checked=True) if fused else None,
         make_capture=partial(capture_on, model.device),
         on_failure=lambda failure: _fall_back(model, f"recording failed with {type(failure).__name__}: {failure}"),
         forward=compiled_forward(model) if wanted == "compile" else None,

@@ -120,6 +120,24 @@ def next_features(row_mean: Tensor, bias: Tensor, draft: Tensor, nowcast: Tensor
     )
 
 
+def inverse(matrices: Tensor) -> Tensor:
+    """Invert symmetric positive definite matrices by Gauss-Jordan elimination, `[..., n, n]`, float32.
+
+    For a handful of tiny matrices this is a few dozen small operations; a solver's factorisation makes the host wait
+    until the device has done all that it was asked for before. Positive definite matrices need no pivoting.
+    """
+    size = matrices.shape[-1]
+    unit = torch.eye(size, dtype=matrices.dtype, device=matrices.device)
+    left = torch.cat([matrices, unit.expand_as(matrices)], dim=-1)
+    for place in range(size):
+        row = left[..., place : place + 1, :]
+        row = row / row[..., place : place + 1]
+        # The pivot's own row becomes `row`, all others lose their share of it.
+        column = left[..., :, place : place + 1] - unit[:, place : place + 1]
+        left = torch.addcmul(left, column, row, value=-1.0)
+    return left[..., size:]
+
+
 class AcceptanceModel:
     """The four regressions.
 
@@ -164,8 +182,7 @@ class AcceptanceModel:
         gained = torch.einsum("mnd,mn,mne->mde", features, weights, features)
         self.information = kept * self.information + (1 - kept) * self._prior + gained
         gradient = torch.einsum("mnd,mn->md", features, (labels - predicted) * counts)
-        factor, _ = torch.linalg.cholesky_ex(self.information)
-        self.covariance = torch.cholesky_inverse(factor)
+        self.covariance = inverse(self.information)
         step = torch.einsum("mde,me->md", self.covariance, gradient)
         self.coefficients = self.coefficients + step.clamp(-LARGEST_STEP, LARGEST_STEP)
 
