@@ -131,6 +131,7 @@ class GraphRunner(EagerRunner):
         fused: Runs the model's layers with fewer kernels; None to record the model's own forward pass.
         make_capture: Called when there is no workspace to reuse; returns what records passes.
         forward: Stands in for the model when its own forward pass is recorded, such as a compiled one.
+        widths: Block widths that are recorded, ascending; None for those of any runner.
         on_failure: Called with the exception of a pass that could not be recorded; the runner then goes on eagerly.
     """
 
@@ -145,9 +146,11 @@ class GraphRunner(EagerRunner):
         make_capture: Callable[[], Capture],
         on_failure: Callable[[Exception], None],
         forward: Callable[..., Any] | None = None,
+        widths: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config)
         self._forward = forward
+        self._width_buckets = widths or self._width_buckets
         self._fused = fused
         self._on_failure = on_failure
         self._recording = True

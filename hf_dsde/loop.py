@@ -10,18 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_dsde import signals, verification
+from hf_dsde import verification
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.cost_measurement import live_costs, remember_costs
 from hf_dsde.costs import LiveCosts
 from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
 from hf_dsde.outputs import StepRecorder
-from hf_dsde.policies.base import BatchInfo, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.policies.base import BatchInfo, PhaseTimes, Signal, StoppingPolicy
+from hf_dsde.round_outcome import FinishedRound, outcome_of
 from hf_dsde.runner import ModelRunner
 from hf_dsde.sampling import BlockProcessor, choose
 from hf_dsde.sequences import SequenceBatch
@@ -57,18 +60,6 @@ class Recording:
     def scores_until(self, step: int) -> tuple[Tensor, ...] | None:
         """Return the scores of the first `step` steps; None when none are collected."""
         return None if self.scores is None else self.scores.steps(step)
-
-
-@dataclass(frozen=True)
-class _Round:
-    """A round after its commit: what was asked for, proposed and computed."""
-
-    request: DraftRequest
-    candidates: CandidateBatch
-    logits: Tensor
-    scores: Tensor
-    verified: verification.VerifiedBlock
-    packed_tokens: int | None
 
 
 class SpeculativeLoop:
@@ -121,6 +112,7 @@ class SpeculativeLoop:
         self._passes_before = 0
         self._overlaps = overlaps(sequences.device)
         self._next_plain: Callable[[], Tensor] | None = None
+        self._note: Callable[[], None] | None = None
 
     @property
     def probes_cost(self) -> bool:
@@ -142,6 +134,7 @@ class SpeculativeLoop:
                 self._recorded_passes()  # those of measuring costs disturb no round
                 while any(request.active_rows):
                     request = self._round(request)
+                self._catch_up_on_notes()
         except BaseException:
             self._feed.abort()
             raise
@@ -158,6 +151,7 @@ class SpeculativeLoop:
         candidates = self._draft(request)
         self._clock.mark()
         passed = self._run_target(candidates, request)
+        self._catch_up_on_notes()
         logits = passed.logits.to(self._sequences.device)
         scores = self._process(logits, self._sequences, self._columns(candidates, request))
         verified = self._verify(scores, candidates)
@@ -166,9 +160,9 @@ class SpeculativeLoop:
         counts = torch.where(request.active, verified.accepted + 1, 0)
         kept, ended = self._stopping.cut(new_tokens, counts)
         self._sequences.append(new_tokens, kept)
-        done = _Round(request, candidates, logits, scores, verified, passed.packed_tokens)
+        done = FinishedRound(request, candidates, logits, scores, verified, passed.packed_tokens)
         with self._policy.timed():
-            outcome = self._outcome(done)
+            outcome = outcome_of(done, self._policy.requires, self._times)
         self._policy.observe(outcome)
         going_on = request.active & ~ended
         lengths = self._bounded(self._policy.draft_lengths(), going_on)
@@ -221,33 +215,6 @@ class SpeculativeLoop:
             scores.softmax(dim=-1), candidates.probs, candidates.tokens, candidates.lengths
         )
 
-    def _outcome(self, done: _Round) -> RoundOutcome:
-        """Put together what the policy may learn from, computing only the signals that it asks for."""
-        candidates, required = done.candidates, self._policy.requires
-        by_name: dict[str, Tensor] = {}
-        if candidates.logits is not None:
-            target_logits, draft_logits = done.logits[:, : candidates.width], candidates.logits
-            if Signal.KLD in required:
-                by_name["kld"] = signals.kl_divergence(target_logits, draft_logits)
-            if Signal.REVERSE_KLD in required:
-                by_name["reverse_kld"] = signals.kl_divergence(draft_logits, target_logits)
-        if Signal.ACCEPTANCE in required:
-            by_name["acceptance"] = _acceptance(done)
-        if Signal.NEXT_TOKEN in required:
-            row = torch.arange(len(done.logits), device=done.logits.device)
-            log_probabilities = done.logits[row, done.verified.accepted].log_softmax(dim=-1)
-            by_name["next_probability"] = log_probabilities[row, done.verified.next_tokens].exp()
-            by_name["next_entropy"] = signals.entropy_of_(log_probabilities)
-        return RoundOutcome(
-            drafted=candidates.lengths,
-            accepted=done.verified.accepted,
-            active=done.request.active,
-            entropy=candidates.entropy,
-            confidence=candidates.confidence,
-            timings=self._times if Signal.TIMINGS in required else None,
-            **by_name,
-        )
-
     def _bounded(self, lengths: Tensor, active: Tensor) -> Tensor:
         """Lower the policy's lengths to what a row can use: the bonus token takes one of the tokens that remain."""
         lengths = torch.where(active, lengths.clamp(0, self._config.max_draft_length), 0)
@@ -259,7 +226,7 @@ class SpeculativeLoop:
 
     def _settle(
         self,
-        done: _Round,
+        done: FinishedRound,
         generated: list[int],
         emitted: list[int],
         ended: list[int],
@@ -282,16 +249,10 @@ class SpeculativeLoop:
             self._clock.mark()
         self._times = self._clock.read(self._policy.take_seconds())
         self._rounds += 1
-        recorded = self._recorded_passes()
-        if self._costs is not None and not recorded:
-            self._costs.observe(
-                draft_steps=candidates.steps,
-                width=self._charged_width(done),
-                draft=self._times.draft,
-                verify=self._times.verify,
-                overhead=self._times.bookkeeping,
-            )
-        self._statistics.record_round(
+        self._note = partial(
+            self._take_note,
+            self._times,
+            self._charged_width(done),
             drafted=drafted,
             accepted=accepted,
             emitted=emitted,
@@ -300,10 +261,29 @@ class SpeculativeLoop:
             pass_width=candidates.width + 1,
             pass_rows=len(self._target.live_rows),
             packed_tokens=done.packed_tokens,
-            times=self._times,
-            recorded_passes=recorded,
+            recorded_passes=self._recorded_passes(),
         )
+        if not self._overlaps:
+            self._catch_up_on_notes()
         return next_lengths
+
+    def _take_note(self, times: PhaseTimes, charged_width: int, *, recorded_passes: int, **counts: Any) -> None:
+        """Let the costs learn from a round, and count it."""
+        if self._costs is not None and not recorded_passes:
+            self._costs.observe(
+                draft_steps=counts["draft_steps"],
+                width=charged_width,
+                draft=times.draft,
+                verify=times.verify,
+                overhead=times.bookkeeping,
+            )
+        self._statistics.record_round(times=times, recorded_passes=recorded_passes, **counts)
+
+    def _catch_up_on_notes(self) -> None:
+        """Do what nothing depends on until the next answer of the policy. On a GPU a pass is under way meanwhile."""
+        note, self._note = self._note, None
+        if note is not None:
+            note()
 
     def _recorded_passes(self) -> int:
         """Return how many passes were recorded since the last call, which is what distorts a round's times."""
@@ -311,7 +291,7 @@ class SpeculativeLoop:
         new, self._passes_before = total - self._passes_before, total
         return new
 
-    def _charged_width(self, done: _Round) -> int:
+    def _charged_width(self, done: FinishedRound) -> int:
         """Return the columns per row that a padded pass would have had for the tokens of this one."""
         if done.packed_tokens is None:
             return done.candidates.width + 1
@@ -378,13 +358,3 @@ def _block(draft_tokens: Tensor, verified: verification.VerifiedBlock) -> Tensor
     """Put each row's next token behind its accepted draft tokens, `[rows, width + 1]`, int64."""
     room = torch.nn.functional.pad(draft_tokens, (0, 1))
     return room.scatter(1, verified.accepted[:, None], verified.next_tokens[:, None])
-
-
-def _acceptance(done: _Round) -> Tensor:
-    """Probability that the target accepts at each tested position, `[rows, width]`, float32: 0 or 1 when greedy."""
-    candidates = done.candidates
-    if candidates.probs is None:
-        position = torch.arange(candidates.width, device=candidates.tokens.device)
-        return (position < done.verified.accepted[:, None]).float()
-    probs = done.scores[:, : candidates.width].softmax(dim=-1)
-    return signals.acceptance_probability(probs, candidates.probs)

@@ -30,7 +30,13 @@ class RunnerWarning(UserWarning):
     """A model's passes are run eagerly although recording them was wanted, and that is slower."""
 
 
-def create_runner(model: PreTrainedModel, rows: int, capacity: int, config: SpeculationConfig) -> ModelRunner:
+def create_runner(
+    model: PreTrainedModel,
+    rows: int,
+    capacity: int,
+    config: SpeculationConfig,
+    recorded_widths: tuple[int, ...] | None = None,
+) -> ModelRunner:
     """Return a runner for `model`: the one that `config.runner` names, or else the fastest that works.
 
     Args:
@@ -38,6 +44,8 @@ def create_runner(model: PreTrainedModel, rows: int, capacity: int, config: Spec
         rows: Number of sequences.
         capacity: Tokens per row the cache shall hold to begin with.
         config: Names the runner. None takes `graph` on a CUDA device and `eager` elsewhere.
+        recorded_widths: Block widths that are recorded, ascending, where `config` names none; None for the runner's
+            own, which are fine.
 
     Raises:
         ValueError: If recording was asked for by name and the model is not on a CUDA device.
@@ -67,6 +75,7 @@ def create_runner(model: PreTrainedModel, rows: int, capacity: int, config: Spec
         make_capture=partial(capture_on, model.device),
         on_failure=lambda failure: _fall_back(model, f"recording failed with {type(failure).__name__}: {failure}"),
         forward=compiled_forward(model) if wanted == "compile" else None,
+        widths=config.width_buckets or recorded_widths,
     )
 
 

@@ -29,6 +29,9 @@ from hf_dsde.transfers import upload
 UNKNOWN_TOKEN_LOGIT = -1e4
 """Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
 everything else leaves a distribution, and no NaN."""
+RECORDED_WIDTHS = (1, 2, 8, 32, 64)
+"""A draft is fed one token per row, two behind a proposal, and more only when rounds without drafts lie behind it: any
+number, which shall not be another pass to record."""
 STOP_LAG = 0
 """Draft steps by which the host learns late that no row drafts on."""
 
@@ -87,7 +90,7 @@ class ModelDrafter(Drafter):
         capacity: int,
         config: SpeculationConfig,
     ) -> None:
-        self._runner = create_runner(model, sequences.rows, capacity, config)
+        self._runner = create_runner(model, sequences.rows, capacity, config, RECORDED_WIDTHS)
         self._device = self._runner.device
         self._vocabulary_size = vocabulary_size
         self._last_id = model.config.get_text_config(decoder=True).vocab_size - 1
