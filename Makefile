@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .oldest
+# Triton interprets its kernels on a CPU. Where torch comes with a GPU, it brings the version that it wants.
+TRITON ?= .triton
+TRITON_VERSION := 3.6.0
 # Worker processes of pytest: one per core, but no more than eight, since each imports torch anew.
 JOBS ?= auto
 PYTEST_ARGS ?=
@@ -11,13 +14,14 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-oldest quality format clean
+.PHONY: help venv demo test test-fast test-oldest test-kernels quality format clean
 
 help:
 	@echo "make demo         install and show a real model generating, with and without speculation"
 	@echo "make test         install and run all tests"
 	@echo "make test-fast    without the slow ones"
 	@echo "make test-oldest  the fast ones on the oldest supported transformers"
+	@echo "make test-kernels the GPU kernels' arithmetic, interpreted on the CPU"
 	@echo "make quality      ruff and mypy"
 	@echo "make format       let ruff rewrite the code"
 	@echo "make clean        remove environments, builds and caches"
@@ -49,6 +53,14 @@ test-fast: venv
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
+$(TRITON)/.installed: Makefile $(VENV)/.installed
+	rm -rf $(TRITON)
+	$(BIN)/python -m pip install --no-deps --target $(TRITON) triton==$(TRITON_VERSION)
+	@touch $@
+
+test-kernels: $(TRITON)/.installed
+	PYTHONPATH=$(abspath $(TRITON)) $(PYTEST) tests/fused/test_kernels.py $(PYTEST_ARGS)
+
 quality: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,5 +71,5 @@ format: venv
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(TRITON) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find hf_dsde tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -60,7 +60,7 @@ class SpeculationConfig:
     runner: str | None = None
     fused_layers: bool = True
     verification: str = "auto"
-    max_graphs: int = 64
+    max_graphs: int = 256
     width_buckets: tuple[int, ...] | None = None
     view_bucket: int = 64
     prefill_chunk: int = 512
