@@ -255,7 +255,9 @@ class GraphRunner(EagerRunner):
         """Round a bound on the rows' lengths up: masks have its width, fused passes only size their launches by it."""
         if self._fused is None:
             return next_multiple(longest, self._config.view_bucket)
-        return max(MIN_REACH, 1 << (longest - 1).bit_length())
+        reach = max(MIN_REACH, 1 << (longest - 1).bit_length())
+        # A bound is no reason to grow the cache, only a length is.
+        return min(reach, self.cache.capacity) if longest <= self.cache.capacity else reach
 
     def _record(self, shape: tuple[Any, ...], reach: int) -> _RecordedPass:
         if shape[0] == "packed":

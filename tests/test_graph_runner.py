@@ -20,7 +20,7 @@ import hf_dsde
 from hf_dsde import generation, runners
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.decoder import why_not_fused
-from hf_dsde.graph_runner import GraphRunner, Workspaces, workspace_key, workspaces
+from hf_dsde.graph_runner import CAPACITY_STEP, MIN_REACH, GraphRunner, Workspaces, workspace_key, workspaces
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.runner import EagerRunner
 from hf_dsde.runners import RunnerWarning, create_runner
@@ -149,6 +149,13 @@ def test_passes_are_recorded_anew_when_the_cache_has_grown(fused: bool, monkeypa
     expected = plain(target, new_tokens=70)
     text = generate(target, noisy_copy(target, 0.05), new_tokens=70, fused_layers=fused, view_bucket=16)
     assert torch.equal(text, expected)
+
+
+def test_a_bound_on_lengths_does_not_make_the_cache_grow() -> None:
+    target = tiny_model()
+    generate(target, noisy_copy(target, 0.05), new_tokens=8)
+    [workspace] = workspaces._idle[target]
+    assert workspace.cache.capacity == CAPACITY_STEP < MIN_REACH
 
 
 def test_a_single_graph_is_enough_to_be_right(recording: list[NotingCapture]) -> None:  # noqa: F811
