@@ -17,6 +17,8 @@ from hf_dsde.bench.results import BenchResults
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.trace.prompts import Prompt
 
+pytestmark = pytest.mark.slow
+
 RUNNER = CliRunner()
 
 

@@ -25,7 +25,7 @@ from hf_dsde.graph_runner import workspaces
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.runners import COMPILED_SHAPES, RunnerWarning, compiled_forward
 
-pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 INPUTS = ragged_batch(random_lengths(4))
 NEW_TOKENS = 14
 FEW_SHAPES = ScriptedLengths([[2, 0, 1, 2]])

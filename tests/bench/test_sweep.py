@@ -17,6 +17,8 @@ from hf_dsde.bench.sweep import Sweep, SweepOptions
 from hf_dsde.bench.workloads import Workload
 from hf_dsde.trace.prompts import Prompt
 
+pytestmark = pytest.mark.slow
+
 LETTERS = Workload("letters", [Prompt("letters", "abcdef"[index % 6] * (1 + index // 6)) for index in range(24)])
 
 
