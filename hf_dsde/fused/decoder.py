@@ -40,8 +40,6 @@ _LAYER_PARTS = {
 _QK_NORMS = {".self_attn.q_norm": "RMSNorm", ".self_attn.k_norm": "RMSNorm"}
 _OTHER_ARITHMETIC = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "pretraining_tp": 1}
 """Fields that ask for other arithmetic unless they have this value, where a configuration has them."""
-_CAPTURING = "transformers.utils.output_capturing"
-"""Where the hooks come from that a model keeps once `output_hidden_states` was asked for. They only record."""
 
 
 class FusedOps(Protocol):
@@ -340,7 +338,7 @@ def _attachments(name: str, module: nn.Module) -> Iterator[str]:
     if hasattr(module, "_hf_hook"):
         yield f"{name} has an accelerate hook, which a fused pass would not run"
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    if any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks):
+    if not all(map(compat.only_records_outputs, hooks)):
         yield f"{name} has a forward hook, which a fused pass would not run"
 
 
