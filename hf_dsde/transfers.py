@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[int] | Sequence[bool], device: torch.device) -> Tensor:
-    """Return `values` as a tensor on `device`, int64 or bool, `[len(values)]`.
+def upload(values: Sequence[float] | Sequence[bool], device: torch.device) -> Tensor:
+    """Return `values` as a tensor on `device`, `[len(values)]`: int64, float32 or bool, as the values are.
 
     To a CUDA device it goes through pinned memory, in the stream: a copy out of ordinary memory would wait until the
     device has done everything that was asked of it before.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hf_dsde.costs import LiveCosts
 from hf_dsde.policies.base import BatchInfo
+from hf_dsde.transfers import upload
 
 
 class CostTable:
@@ -43,8 +43,6 @@ class CostTable:
         self._version = self._costs.version
         current = self._costs.current
         plain = current.round_seconds(0)
-        times = torch.tensor([current.round_seconds(k) / plain for k in range(self._longest + 1)])
-        if self._device.type == "cuda":
-            times = times.pin_memory()
-        self.times: Tensor = times.to(self._device, non_blocking=True)
+        times = [current.round_seconds(k) / plain for k in range(self._longest + 1)]
+        self.times: Tensor = upload(times, self._device)
         return True
