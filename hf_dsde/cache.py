@@ -63,10 +63,13 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         keys, values = self._states()
         # Indexing, not `scatter_`: the latter took 15 times as long for bfloat16 on a CPU.
-        place = self.plan.place_on(key_states.device)
+        rows, slots = place = self.plan.place_on(key_states.device)
         keys.transpose(1, 2)[place] = key_states.transpose(1, 2)
         values.transpose(1, 2)[place] = value_states.transpose(1, 2)
-        return keys[:, :, : self.plan.view], values[:, :, : self.plan.view]
+        keys, values = keys[:, :, : self.plan.view], values[:, :, : self.plan.view]
+        if len(slots) < len(keys):
+            return keys.index_select(0, rows[:, 0]), values.index_select(0, rows[:, 0])
+        return keys, values
 
     def grow(self, capacity: int) -> None:
         """Move the states into buffers of `capacity` slots plus the discard slot."""
@@ -116,10 +119,10 @@ class WritePlan:
         self.view = 0
         self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def aim(self, slots: Tensor, view: int) -> None:
-        """Set the slots `[rows, width]`, int64, of the next block's tokens and the view its queries get."""
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        self._places = {slots.device: (rows, slots)}
+    def aim(self, slots: Tensor, view: int, rows: Tensor | None) -> None:
+        """Set rows and slots of the next block's tokens and the view its queries get, as `RaggedCache.aim` does."""
+        rows = torch.arange(len(slots), device=slots.device) if rows is None else rows
+        self._places = {slots.device: (rows[:, None], slots)}
         self.view = view
 
     def place_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -136,10 +139,14 @@ class RaggedCache(Cache):
     Args:
         layers: Number of decoder layers.
         capacity: Slots per row to begin with; `reserve` raises it.
+
+    Attributes:
+        limit: Slots per row that growing ahead of need stops at; None for no limit.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.plan = WritePlan(capacity)
+        self.limit: int | None = None
         self.ragged_layers = [RaggedLayer(self.plan) for _ in range(layers)]
         super().__init__(layers=list(self.ragged_layers))
 
@@ -158,12 +165,13 @@ class RaggedCache(Cache):
         for layer in self.ragged_layers:
             layer.clear()
 
-    def aim(self, positions: Tensor, view: int) -> None:
+    def aim(self, positions: Tensor, view: int, rows: Tensor | None = None) -> None:
         """Direct the next block.
 
         Args:
             positions: Position of each token, `[rows, width]`, int64; below 0 where the block holds no token.
             view: Slots that the block's queries may look at; at least the largest position + 1.
+            rows: The cache rows that the block's rows are, `[rows]`, int64, each once; None for all, in order.
 
         Raises:
             ValueError: If `view` exceeds the capacity.
@@ -171,7 +179,7 @@ class RaggedCache(Cache):
         if view > self.plan.capacity:
             msg = f"view: {view} slots asked for, but the cache holds {self.plan.capacity}; call reserve({view}) first."
             raise ValueError(msg)
-        self.plan.aim(positions.masked_fill(positions < 0, self.plan.capacity), view)
+        self.plan.aim(positions.masked_fill(positions < 0, self.plan.capacity), view, rows)
 
     def reserve(self, slots: int) -> bool:
         """Make room for `slots` tokens per row, growing geometrically when there is not enough.
@@ -181,7 +189,8 @@ class RaggedCache(Cache):
         """
         if slots <= self.plan.capacity:
             return False
-        capacity = max(slots, int(self.plan.capacity * GROWTH))
+        ahead = int(self.plan.capacity * GROWTH)
+        capacity = max(slots, ahead if self.limit is None else min(ahead, self.limit))
         for layer in self.ragged_layers:
             layer.grow(capacity)
         self.plan.capacity = capacity

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from hf_dsde.policies.base import PhaseTimes
@@ -183,6 +183,16 @@ class RecordedRound:
     times: PhaseTimes
     packed_tokens: int | None = None
     recorded_passes: int = 0
+
+
+class RoundRecorder(Protocol):
+    """Takes note of what a loop does."""
+
+    def record_prefill(self, seconds: float) -> None:
+        """Add seconds spent on prompts."""
+
+    def record_round(self, *args: Any, **counts: Any) -> None:
+        """Add a round: the fields of `RecordedRound` by name, of which the last three may be left out."""
 
 
 def check_round(entry: RecordedRound, rows: int) -> None:

@@ -17,8 +17,10 @@ from hf_dsde.loop import Recording, SpeculativeLoop
 from hf_dsde.outputs import SpeculativeGenerateOutput, StepRecorder
 from hf_dsde.policies.base import StoppingPolicy
 from hf_dsde.runners import create_runner
+from hf_dsde.sampling import BlockProcessor
 from hf_dsde.sequences import SequenceBatch
-from hf_dsde.stopping import length_limit
+from hf_dsde.statistics import StatisticsRecorder
+from hf_dsde.stopping import Stopping, length_limit
 from hf_dsde.token_feed import TokenFeed
 
 RESERVED_NEW_TOKENS = 1024
@@ -102,11 +104,12 @@ def generate_speculatively(
     )
     new_tokens = min(sequences.max_new_tokens, RESERVED_NEW_TOKENS)
     capacity = max(sequences.prompt_lengths) + new_tokens + config.max_draft_length
+    process = BlockProcessor(logits_processor)
     drafter = ModelDrafter(
         assistant_model,
         sequences,
         vocabulary_size=model.config.get_text_config(decoder=True).vocab_size,
-        processors=logits_processor,
+        process=process,
         do_sample=bool(generation_config.do_sample),
         capacity=capacity,
         config=config,
@@ -117,19 +120,22 @@ def generate_speculatively(
         scores=StepRecorder(sequences.rows) if wants_scores else None,
         logits=StepRecorder(sequences.rows) if wants_logits else None,
     )
+    recorder = StatisticsRecorder(sequences.rows, speculation.policy.name)
     loop = SpeculativeLoop(
         target=create_runner(model, sequences.rows, capacity, config),
         drafter=drafter,
         policy=speculation.policy,
         sequences=sequences,
-        processors=logits_processor,
-        criteria=stopping_criteria,
+        process=process,
+        stopping=Stopping(stopping_criteria, sequences),
+        statistics=recorder,
         do_sample=bool(generation_config.do_sample),
         config=config,
         recording=recording,
         feed=TokenFeed(streamer, sequences.rows),
     )
-    text, lengths, statistics = loop.run()
+    text, lengths = loop.run()
+    statistics = recorder.finish(lengths, loop.recording_costs)
     if loop.probes_cost:  # the odd plain round of a shorter call is too little to judge by
         statistics.warn_if_losing()
     if not generation_config.return_dict_in_generate:

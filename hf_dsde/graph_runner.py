@@ -11,8 +11,7 @@ runs the same matrices with fewer kernels between them and looks back by lengths
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +31,8 @@ from hf_dsde.transfers import upload
 
 PACKED_WIDTHS = (4, 8, 16, 32, 64)
 """Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
+STORED_SIZES = (64, 128, 256, 512)
+"""Tokens of passes that store the prompts of rows which begin another text; more are stored in several passes."""
 MIN_REACH = 512
 """Smallest bound of a row's length that a fused pass is recorded for; bounds double from there."""
 CAPACITY_STEP = 256
@@ -174,11 +175,8 @@ class GraphRunner(EagerRunner):
         """Whether `forward_packed` can be called."""
         return self._fused is not None and self._recording
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """As for any runner; at the end, what was recorded is kept for the next call."""
-        with super().active():
-            yield
+    def finish(self) -> None:
+        """Keep what was recorded for the next call."""
         if self._kept and self._recording:
             workspaces.give_back(self.model, self._workspace)
 
@@ -224,6 +222,37 @@ class GraphRunner(EagerRunner):
         super().prefill(tokens, lengths, longest)
         self._recording = recording
 
+    def replace_rows(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """As for any runner; recorded when the fused decoder runs, the texts behind each other in few sizes of pass."""
+        if not (self.packs and self.cache.is_allocated):
+            super().replace_rows(rows, texts)
+            return
+        flat = [(token, row, p) for row, text in zip(rows, texts, strict=True) for p, token in enumerate(text)]
+        for start in range(0, len(flat), STORED_SIZES[-1]):
+            if not self._store(flat[start : start + STORED_SIZES[-1]]):
+                super().replace_rows(rows, texts)  # from the start: storing again what is stored changes nothing
+                return
+
+    def _store(self, flat: Sequence[tuple[int, int, int]]) -> bool:
+        """Store tokens, each with its row and position, those of a row together; return whether that was recorded."""
+        size = next_bucket(len(flat), STORED_SIZES)
+        entry = self._entry(("store", size), max(position for _, _, position in flat) + 1)
+        if entry is None:
+            return False
+        assert entry.block is not None
+        padding = [(0, flat[0][1], -1)] * (size - len(flat))
+        block = upload([value for column in zip(*flat, *padding, strict=True) for value in column], self.device)
+        for name, values in zip(("tokens", "rows", "positions"), block.view(3, size), strict=True):
+            getattr(entry.block, name).copy_(values)
+        starts, counts = [0] * self.rows, [0] * self.rows
+        for place, (_, row, _) in reversed(list(enumerate(flat))):
+            starts[row] = place
+            counts[row] += 1
+        entry.block.starts.copy_(upload(starts, self.device))
+        entry.block.counts.copy_(upload(counts, self.device))
+        entry.replay()
+        return True
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """As for any runner, when the fused decoder runs: rows stay where they are in the cache.
 
@@ -262,6 +291,9 @@ class GraphRunner(EagerRunner):
     def _record(self, shape: tuple[Any, ...], reach: int) -> _RecordedPass:
         if shape[0] == "packed":
             return self._record_packed(shape[1], shape[2], reach)
+        if shape[0] == "store":
+            first = torch.zeros(1, dtype=torch.long, device=self.device)
+            return self._record_packed(shape[1], shape[1], reach, keep=first)
         _, rows, width, kept = shape
         buffers = BlockBuffers(rows, width, self.device)
         if self._fused is None:
@@ -274,10 +306,11 @@ class GraphRunner(EagerRunner):
         replay = self._workspace.capture(lambda: body().view(rows, kept, -1))
         return _RecordedPass(replay, buffers, block, keep, self._choices)
 
-    def _record_packed(self, size: int, widest: int, reach: int) -> _RecordedPass:
+    def _record_packed(self, size: int, widest: int, reach: int, keep: Tensor | None = None) -> _RecordedPass:
         buffers = BlockBuffers(1, size, self.device)
         block = self._fused_block(size, widest, buffers)
-        return _RecordedPass(self._workspace.capture(self._fused_forward(block, reach, None)), buffers, block)
+        replay = self._workspace.capture(self._fused_forward(block, reach, keep))
+        return _RecordedPass(replay, buffers, block, keep)
 
     def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> TokenBlock:
         return TokenBlock(

@@ -123,6 +123,7 @@ class CudaCapture:
                 except BaseException:
                     with suppress(RuntimeError):  # it says again what the body has said already
                         graph.capture_end()
+                    self._release_generator()
                     raise
                 graph.capture_end()
                 torch._C._cuda_clearCublasWorkspaces()
@@ -131,6 +132,18 @@ class CudaCapture:
         replay = CudaReplay(graph, output)
         self._replays.add(replay)
         return replay
+
+    def _release_generator(self) -> None:
+        """Let random numbers be drawn again after a capture that failed, by one that does not.
+
+        torch marks the device's generator as captured when a capture begins, and takes the mark away only at the end
+        of one that went well. With the mark left on it, nothing could be drawn on the device ever again.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with suppress(RuntimeError):  # what the body raised says more
+            graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            torch.zeros(1, device=self._device)  # torch warns of empty graphs
+            graph.capture_end()
 
 
 @contextmanager

@@ -8,27 +8,29 @@ the drafter's next pass is then under way already, so that the device does not w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_dsde import verification
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.cost_measurement import live_costs, remember_costs
 from hf_dsde.costs import LiveCosts
+from hf_dsde.counts import RoundRecorder
 from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
+from hf_dsde.graphs import RecordingCosts
 from hf_dsde.outputs import StepRecorder
 from hf_dsde.policies.base import BatchInfo, PhaseTimes, Signal, StoppingPolicy
+from hf_dsde.recorded_function import function_recorder
 from hf_dsde.round_outcome import FinishedRound, outcome_of
 from hf_dsde.runner import ModelRunner
-from hf_dsde.sampling import BlockProcessor, choose
+from hf_dsde.sampling import ScoreProcessor, choose
 from hf_dsde.sequences import SequenceBatch
-from hf_dsde.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.stopping import Stopping
 from hf_dsde.timing import PhaseClock, TimedPolicy
 from hf_dsde.token_feed import TokenFeed
@@ -70,8 +72,9 @@ class SpeculativeLoop:
         drafter: Proposes tokens.
         policy: Decides how many.
         sequences: The batch, with its prompts.
-        processors: Logits processors of the call.
-        criteria: Stopping criteria of the call.
+        process: Logits processors of the call.
+        stopping: Knows where a text ends.
+        statistics: Counts rounds.
         do_sample: Sample if True, decode greedily otherwise.
         config: Everything else that can be set.
         recording: Where scores and logits go, when the output shall have them.
@@ -85,8 +88,9 @@ class SpeculativeLoop:
         drafter: Drafter,
         policy: StoppingPolicy,
         sequences: SequenceBatch,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
+        process: ScoreProcessor,
+        stopping: Stopping,
+        statistics: RoundRecorder,
         do_sample: bool,
         config: SpeculationConfig,
         recording: Recording,
@@ -97,13 +101,13 @@ class SpeculativeLoop:
         self._drafter = drafter
         self._policy = TimedPolicy(policy)
         self._sequences = sequences
-        self._process = BlockProcessor(processors)
+        self._process = process
         self._do_sample = do_sample
         self._config = config
         self._recording = recording
         self._feed = feed
-        self._stopping = Stopping(criteria, sequences)
-        self._statistics = StatisticsRecorder(sequences.rows, policy.name)
+        self._stopping = stopping
+        self._statistics = statistics
         self._clock = PhaseClock(sequences.device)
         self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
         self._times: PhaseTimes | None = None
@@ -119,31 +123,52 @@ class SpeculativeLoop:
         """Whether one round of this call runs without drafts, so that its statistics can judge what drafting brings."""
         return self._config.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
 
-    def run(self) -> tuple[Tensor, list[int], SpeculationStatistics]:
+    @property
+    def recording_costs(self) -> RecordingCosts:
+        """What recording passes of both models has cost so far."""
+        return self._target.recording_costs + self._drafter.recording_costs
+
+    def run(self) -> tuple[Tensor, list[int]]:
         """Generate until every row has ended.
 
         Returns:
             Prompts and generated tokens as plain `generate` pads them, `[rows, width]`, int64; the number of generated
-            tokens of each row; the statistics.
+            tokens of each row.
         """
         try:
-            with self._target.active(), self._drafter.active():
-                self._prefill()
-                self._start_policy()
-                request = self._first_request()
-                self._recorded_passes()  # those of measuring costs disturb no round
+            with self._active():
+                request = self._begin()
                 while any(request.active_rows):
                     request = self._round(request)
-                self._catch_up_on_notes()
+                self._finish()
         except BaseException:
             self._feed.abort()
             raise
         lengths = self._stopping.final_lengths()
         self._feed.end()
+        return self._sequences.text(lengths, max(lengths)), lengths
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        """Hold the models' settings, which are as before when the `with` block ends."""
+        with self._target.active(), self._drafter.active():
+            yield
+
+    def _begin(self) -> DraftRequest:
+        """Store the prompts and return what the first round shall draft."""
+        self._prefill()
+        self._start_policy()
+        request = self._first_request()
+        self._recorded_passes()  # those of measuring costs disturb no round
+        return request
+
+    def _finish(self) -> None:
+        """Count the last round, and leave to later calls what they can use."""
+        self._catch_up_on_notes()
+        self._target.finish()
+        self._drafter.finish()
         if self._costs is not None and self._config.cost_model is None:
             remember_costs(self._target.model, self._drafter.model, self._costs.learnt)
-        recording = self._target.recording_costs + self._drafter.recording_costs
-        return self._sequences.text(lengths, max(lengths)), lengths, self._statistics.finish(lengths, recording)
 
     def _round(self, request: DraftRequest) -> DraftRequest:
         """Draft, verify, commit, observe; return what the next round shall draft."""
@@ -287,7 +312,7 @@ class SpeculativeLoop:
 
     def _recorded_passes(self) -> int:
         """Return how many passes were recorded since the last call, which is what distorts a round's times."""
-        total = self._target.recording_costs.passes + self._drafter.recording_costs.passes
+        total = self.recording_costs.passes
         new, self._passes_before = total - self._passes_before, total
         return new
 
@@ -345,6 +370,7 @@ class SpeculativeLoop:
                 max_draft_length=self._config.max_draft_length,
                 max_new_tokens=self._sequences.max_new_tokens,
                 costs=self._costs,
+                record=function_recorder(self._sequences.device, self._config),
             )
         )
 

@@ -179,15 +179,27 @@ class ModelRunner(ABC):
     def _run(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None) -> Tensor:
         """Run a block eagerly."""
         width = tokens.shape[1]
+        buffers = self._buffers_for(self.padded_width(width))
         tokens, positions = self._of_live_rows(tokens), self._of_live_rows(positions)
+        logits = self._run_on(buffers, tokens, positions, longest, keep or width)
+        return self._of_everyone(logits.float(), self._live_index)
+
+    def _run_on(
+        self,
+        buffers: BlockBuffers,
+        tokens: Tensor,
+        positions: Tensor,
+        longest: int,
+        keep: int,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Run a block eagerly in the cache rows `places`, or in all; return logits in the model's dtype."""
         view = next_multiple(longest, self._config.view_bucket)
         self._reserve(view)
-        buffers = self._buffers_for(self.padded_width(width))
         buffers.fill(tokens, positions)
         self._fill_masks(buffers, view)
-        self.cache.aim(buffers.positions, view)
-        logits = self._execute(buffers, keep or width)[:, -(keep or width) :]
-        return self._of_everyone(logits.float(), self._live_index)
+        self.cache.aim(buffers.positions, view, places)
+        return self._execute(buffers, keep)[:, -keep:]
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
         """Run the tokens of a padded block without the padding between the rows.
@@ -226,6 +238,29 @@ class ModelRunner(ABC):
             positions = positions.masked_fill(positions >= lengths[:, None], -1)
             self.forward(tokens[:, start:end], positions, longest=end, keep=1)
         self._buffers.clear()  # a prompt's are large, and their shapes will not come again
+
+    def replace_rows(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Store other texts in the cache rows of sequences that have ended. What was there is overwritten or unseen.
+
+        Args:
+            rows: Rows of the batch, of those that are still in.
+            texts: Tokens to store of each, from position 0 on; none is a number.
+        """
+        longest = max(map(len, texts))
+        if longest == 0:
+            return
+        places = upload([self.live_rows.index(row) for row in rows], self.device)
+        tokens = upload([t for text in texts for t in [*text, *[0] * (longest - len(text))]], self.device)
+        lengths = upload([len(text) for text in texts], self.device)
+        for start in range(0, longest, self._config.prefill_chunk):
+            end = min(start + self._config.prefill_chunk, longest)
+            positions = torch.arange(start, end, device=self.device).expand(len(rows), -1)
+            positions = positions.masked_fill(positions >= lengths[:, None], -1)
+            buffers = BlockBuffers(len(rows), self.padded_width(end - start), self.device)
+            self._run_on(buffers, tokens.view(len(rows), -1)[:, start:end], positions, end, 1, places)
+
+    def finish(self) -> None:  # noqa: B027 - only some runners keep something
+        """Give back what later calls can use: this one is done."""
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out from now on: `forward` still takes and returns the whole batch, but runs these.

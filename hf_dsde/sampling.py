@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +70,20 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
+class ScoreProcessor(Protocol):
+    """Makes of logits the scores that a token is chosen by, for every position of a block."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether it looks at the tokens."""
+
+    def on(self, device: torch.device) -> ScoreProcessor:
+        """Return one that works on `device`."""
+
+    def __call__(self, logits: Tensor, sequences: SequenceBatch, counts: Sequence[int], offset: int = 0) -> Tensor:
+        """Process a block, as `BlockProcessor` does."""
+
+
 class BlockProcessor:
     """Applies logits processors to every position of a block.
 
@@ -78,7 +92,12 @@ class BlockProcessor:
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
-        self._stages = [(alone, list(group)) for alone, group in groupby(processors, key=ignores_history)]
+        self._processors = LogitsProcessorList(processors)
+        self._stages = [(alone, list(group)) for alone, group in groupby(self._processors, key=ignores_history)]
+
+    def on(self, device: torch.device) -> BlockProcessor:
+        """Return one whose processors have their tensors and generators on `device`."""
+        return BlockProcessor(processors_on(self._processors, device))
 
     @property
     def needs_history(self) -> bool:

@@ -4,12 +4,18 @@ One buffer holds every row in the layout that plain batched `generate` would sho
 generated tokens. A token's *position* counts from the row's first real token, its *column* from the buffer's left edge:
 `column = padding + position`. Draft tokens are written behind the known text, so that a prefix that includes them is a
 slice; what is rejected stays there, unreachable, until it is overwritten.
+
+A row's text may be exchanged for another (`replace_rows`): its prompt then ends where all prompts end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from hf_dsde.transfers import upload
 
 
 class SequenceBatch:
@@ -25,6 +31,7 @@ class SequenceBatch:
     Attributes:
         generated: Tokens that each row emitted so far, `[rows]`, int64, on the device.
         generated_counts: The same on the host, as of the last `synchronise`.
+        limits: Tokens that each row may emit, `[rows]`, int64; `max_new_tokens` unless `replace_rows` said otherwise.
 
     Raises:
         ValueError: If a prompt is empty or its padding is not all in front.
@@ -42,12 +49,14 @@ class SequenceBatch:
         _check_padding(mask)
         self.rows, self.prompt_width = input_ids.shape
         self.max_new_tokens = max_new_tokens
+        self._scratch = scratch
         self.device = input_ids.device
         self.pad_token = 0 if pad_token is None else pad_token
         self.padding = (~mask).sum(dim=1)
         self.prompt_lengths: list[int] = mask.sum(dim=1).tolist()
         self.generated = torch.zeros(self.rows, dtype=torch.long, device=self.device)
         self.generated_counts = [0] * self.rows
+        self.limits = torch.full_like(self.generated, max_new_tokens)
         self.tokens = input_ids.new_full((self.rows, self.prompt_width + max_new_tokens + scratch), self.pad_token)
         self.tokens[:, : self.prompt_width] = input_ids
 
@@ -64,11 +73,42 @@ class SequenceBatch:
     @property
     def remaining(self) -> Tensor:
         """Tokens each row may still emit, `[rows]`, int64."""
-        return self.max_new_tokens - self.generated
+        return self.limits - self.generated
 
     def synchronise(self, generated_counts: list[int]) -> None:
         """Take over the host copy of `generated`, which the loop fetched."""
         self.generated_counts = generated_counts
+
+    def replace_rows(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+        """Let rows begin another text.
+
+        Args:
+            rows: Which, each once.
+            prompts: Their prompts, at least one token each.
+            limits: Tokens that each of them may emit.
+        """
+        self._widen(max(map(len, prompts)), max(limits))
+        index = upload(rows, self.device)
+        padded = [[self.pad_token] * (self.prompt_width - len(prompt)) + list(prompt) for prompt in prompts]
+        flat = upload([token for prompt in padded for token in prompt], self.device)
+        self.tokens[:, : self.prompt_width].index_copy_(0, index, flat.view(len(rows), -1))
+        lengths = list(map(len, prompts))
+        self.padding = self.padding.index_copy(0, index, self.prompt_width - upload(lengths, self.device))
+        self.generated = self.generated.index_fill(0, index, 0)
+        self.limits = self.limits.index_copy(0, index, upload(list(limits), self.device))
+        for row, length in zip(rows, lengths, strict=True):
+            self.prompt_lengths[row], self.generated_counts[row] = length, 0
+
+    def _widen(self, prompt_width: int, max_new_tokens: int) -> None:
+        """Make room for longer prompts in front, and for more new tokens behind."""
+        in_front = max(prompt_width - self.prompt_width, 0)
+        behind = max(max_new_tokens - self.max_new_tokens, 0)
+        if not in_front and not behind:
+            return
+        self.tokens = torch.nn.functional.pad(self.tokens, (in_front, behind), value=self.pad_token)
+        self.padding = self.padding + in_front
+        self.prompt_width += in_front
+        self.max_new_tokens += behind
 
     def prompts(self) -> Tensor:
         """Return the prompts without padding in front, `[rows, longest]`, int64, filled up behind with anything."""

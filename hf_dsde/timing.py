@@ -55,6 +55,10 @@ class PhaseClock:
         """Begin a round: now, or `seamless`, where the last one ended."""
         self._marks = self._marks[-1:] if seamless and self._marks else [self._mark_type(self._device)]
 
+    def restart(self) -> None:
+        """Let the next round begin when it is started, `seamless` or not: what lies in between is no part of it."""
+        self._marks = []
+
     def mark(self) -> None:
         """End a phase: the draft first, then the target's pass with its verification, then the bookkeeping."""
         self._marks.append(self._mark_type(self._device))

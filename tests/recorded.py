@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from hf_dsde import runners
+from hf_dsde import recorded_function, runners
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
@@ -82,7 +82,9 @@ class NotedReplay:
         self._calls = notes.calls
         self._result = notes.place(result)
         # A replay has to write everything it shows.
-        self.output = torch.full_like(result, float("nan"))
+        self.output = torch.full_like(
+            result, float("nan") if result.is_floating_point() else torch.iinfo(result.dtype).max
+        )
         notes.finish()
 
     def __call__(self) -> None:
@@ -120,13 +122,14 @@ class NotingCapture:
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> list[NotingCapture]:
-    """Let runners record on the CPU; the list gets what records, one for each cache that is made."""
+    """Let runners record on the CPU; the list gets what records, one for each cache and each recording policy."""
     captures: list[NotingCapture] = []
 
     def capture_on(device: torch.device) -> NotingCapture:
         captures.append(NotingCapture())
         return captures[-1]
 
+    monkeypatch.setattr(recorded_function, "_captures", recorded_function._Captures())
     monkeypatch.setattr(runners, "can_record", lambda device: True)
     monkeypatch.setattr(runners, "capture_on", capture_on)
     return captures

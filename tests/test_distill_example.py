@@ -15,6 +15,8 @@ from tiny_text import tiny_tokenizer
 
 from hf_dsde.drafting.layer_draft import initialise_draft, load_draft
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TEXTS = ("abc", "fed", "cab", "bad", "face", "dead")
 

@@ -78,6 +78,7 @@ def test_variants_of_attention(family: str, changes: dict[str, Any]) -> None:
     assert_same_text(output, plain(target, inputs, max_new_tokens=12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize(
     ("policy", "arguments"),
@@ -274,12 +275,13 @@ def test_drafting_resumes_after_rounds_without_drafts() -> None:
 def _with_vocabulary(model: PreTrainedModel, size: int) -> PreTrainedModel:
     """Cut the embeddings and the head of a copy, or extend them by random rows."""
     changed = copy.deepcopy(model)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         changed.resize_token_embeddings(size, mean_resizing=False)
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", hf_dsde.available_policies())
 @pytest.mark.parametrize("size", [VOCABULARY - 30, VOCABULARY + 30], ids=["smaller", "larger"])
 def test_draft_with_another_vocabulary_size(size: int, policy: str) -> None:

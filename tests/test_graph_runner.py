@@ -113,6 +113,7 @@ def test_sampled_text_is_that_of_the_eager_runner(settings: dict[str, Any]) -> N
     assert torch.equal(sampled(), sampled(runner="eager"))
 
 
+@pytest.mark.slow
 def test_a_second_call_records_nothing(recording: list[NotingCapture]) -> None:  # noqa: F811
     target = tiny_model()
     draft = noisy_copy(target, 0.05)
@@ -124,6 +125,7 @@ def test_a_second_call_records_nothing(recording: list[NotingCapture]) -> None: 
     assert [capture.recorded for capture in recording] == recorded
 
 
+@pytest.mark.slow
 def test_rows_that_left_in_one_call_are_back_in_the_next() -> None:
     target = tiny_model()
     draft = noisy_copy(target, 0.0)
@@ -140,6 +142,7 @@ def test_a_model_may_be_its_own_draft() -> None:
         assert torch.equal(generate(target, target), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 def test_passes_are_recorded_anew_when_the_cache_has_grown(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "RESERVED_NEW_TOKENS", 4)
@@ -168,6 +171,7 @@ def test_a_single_graph_is_enough_to_be_right(recording: list[NotingCapture]) ->
     assert first.passes.captures > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [1, 3])
 def test_a_failed_recording_goes_on_eagerly_with_one_warning(
     fails_at: int,
@@ -224,6 +228,7 @@ def test_what_is_kept_can_be_freed(release: Any) -> None:
     assert cache() is None
 
 
+@pytest.mark.slow
 def test_new_weights_are_never_served_by_old_recordings() -> None:
     target = tiny_model()
     draft = noisy_copy(target, 0.05)
@@ -234,6 +239,7 @@ def test_new_weights_are_never_served_by_old_recordings() -> None:
     assert torch.equal(generate(target, draft), plain(other))
 
 
+@pytest.mark.slow
 def test_weights_changed_in_place_are_seen_by_recordings() -> None:
     target = tiny_model()
     draft = noisy_copy(target, 0.05)
@@ -243,6 +249,7 @@ def test_weights_changed_in_place_are_seen_by_recordings() -> None:
     assert torch.equal(generate(target, draft), plain(other))
 
 
+@pytest.mark.slow
 def test_modules_from_elsewhere_are_recorded_anew_in_each_call() -> None:
     class Adapter(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:

@@ -197,6 +197,7 @@ def counts_of(output: hf_dsde.SpeculativeGenerateOutput) -> Any:
     return dataclasses.replace(statistics, rounds=rounds, prefill_seconds=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("policy", hf_dsde.available_policies())
 def test_equal_calls_give_equal_text_and_equal_lengths(policy: str, do_sample: bool) -> None:
@@ -217,6 +218,7 @@ def _live_tensors() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dsde", "confidence"])
 def test_memory_is_flat_over_many_calls(policy: str) -> None:
     target, draft = pair("llama", "half", num_hidden_layers=1)

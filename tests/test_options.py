@@ -127,6 +127,7 @@ def test_the_default_policy_of_a_bare_config_is_dsde() -> None:
     assert statistics_of(hf_dsde.enable(model()), speculation_config=SpeculationConfig()).policy == "dsde"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dsde", "static", "heuristic", "confidence"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_two_equal_calls_behave_equally(policy: str, do_sample: bool) -> None:

@@ -16,7 +16,7 @@ from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.timing import PhaseClock
 
-pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 POLICIES: dict[str, Any] = {
     "random": RandomLengths,
     "stopping inside": lambda: RandomLengths(stop_probability=0.3),

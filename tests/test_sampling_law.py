@@ -189,12 +189,14 @@ def test_every_option_keeps_its_law(options: dict[str, Any]) -> None:
     assert p_value(make_policy("random lengths with stops"), options) > RIGHT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["temperature 1", "everything"])
 @pytest.mark.parametrize("name", [*available_policies(), "dsde, past calibration"])
 def test_no_policy_changes_the_law(name: str, options: str) -> None:
     assert p_value(make_policy(name), OPTIONS[options]) > RIGHT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dsde, past calibration", "confidence", "random lengths with stops"])
 def test_the_law_holds_six_tokens_deep(name: str) -> None:
     options = {"suppress_tokens": [0, 1], "temperature": 1.3, "repetition_penalty": 1.3}  # 729 texts are possible
@@ -306,6 +308,7 @@ def hide_drafts_from_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SequenceBatch, "prefix", prefix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutate", "options"),
     [

@@ -25,6 +25,7 @@ from hf_dsde.runner import ModelRunner
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("duplicate", [lambda model: model, copy.deepcopy], ids=["same-object", "copy"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_everything_is_accepted_for_300_tokens(

@@ -21,6 +21,8 @@ from hf_dsde.drafting.base import CandidateBatch
 from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
 
+pytestmark = pytest.mark.slow
+
 INPUTS = ragged_batch(random_lengths(6))
 NEW_TOKENS = 40
 STOPPING = ["confidence", "svip", "adaedl"]

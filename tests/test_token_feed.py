@@ -156,6 +156,7 @@ def test_transformers_own_streamers_give_the_text_of_plain_decoding(
     assert "".join(iterated[0]) == "".join(iterated[1]) != ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [ONE, THREE])
 @pytest.mark.parametrize("eos", [None, 2])
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -175,6 +176,7 @@ def test_rows_of_a_batch_are_streamed_exactly_as_they_come_out(
         assert streamer.ends == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     policy_seed=st.integers(0, 10_000),

@@ -27,6 +27,8 @@ from hf_dsde.runner import WIDTH_BUCKETS, next_bucket
 from hf_dsde.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.verification_pass import LARGE_BATCH, LEAST_GAIN, PassResult, VerificationPass
 
+pytestmark = pytest.mark.slow
+
 BY_TOKEN = CostCurve((1, 10_000), (1e-3, 10.0))
 """Arithmetic decides: every token costs the same."""
 BY_WEIGHTS = CostCurve((1, 10_000), (1.0, 1.0))

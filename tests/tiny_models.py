@@ -61,7 +61,7 @@ def tiny_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> PreTr
     prefix, extra = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **extra, **changes})
     name = _MODEL_CLASSES.get(family, f"{prefix}ForCausalLM")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, name)(config)
         for weight in model.parameters():

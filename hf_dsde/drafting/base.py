@@ -123,6 +123,13 @@ class Drafter(ABC):
         """Take in the prompts."""
 
     @abstractmethod
+    def replace_rows(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Take in the prompts of rows that begin another text."""
+
+    def finish(self) -> None:  # noqa: B027 - may be nothing
+        """Give back what later calls can use: this one is done."""
+
+    @abstractmethod
     def room(self, sequences: SequenceBatch) -> Tensor | None:
         """The most tokens each row can draft next, `[rows]`, int64; None when there is no limit."""
 

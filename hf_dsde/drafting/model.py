@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
+from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, DraftRequest
 from hf_dsde.drafting.stop_flag import StopFlag
@@ -22,7 +23,7 @@ from hf_dsde.graphs import RecordingCosts
 from hf_dsde.policies.base import DraftStep, Signal, StoppingPolicy
 from hf_dsde.runner import pass_seconds
 from hf_dsde.runners import create_runner
-from hf_dsde.sampling import BlockProcessor, choose, processors_on
+from hf_dsde.sampling import ScoreProcessor, choose
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.transfers import upload
 
@@ -74,7 +75,7 @@ class ModelDrafter(Drafter):
         sequences: The batch it will draft for.
         vocabulary_size: Size of the target's vocabulary. Ids that only the draft has are never proposed; ids that only
             the target has are proposed when a logits processor leaves nothing else, and fed as the draft's last id.
-        processors: Logits processors of the call; the draft samples through them, as it should resemble the target.
+        process: The call's logits processors; the draft samples through them, as it should resemble the target.
         do_sample: Draw tokens if True, take the most likely ones otherwise.
         capacity: Tokens per row the cache shall hold to begin with.
         config: Buckets and attention settings.
@@ -85,7 +86,7 @@ class ModelDrafter(Drafter):
         model: PreTrainedModel,
         sequences: SequenceBatch,
         vocabulary_size: int,
-        processors: LogitsProcessorList,
+        process: ScoreProcessor,
         do_sample: bool,
         capacity: int,
         config: SpeculationConfig,
@@ -95,8 +96,7 @@ class ModelDrafter(Drafter):
         self._vocabulary_size = vocabulary_size
         self._last_id = model.config.get_text_config(decoder=True).vocab_size - 1
         self._do_sample = do_sample
-        on_device = self._device == sequences.device
-        self._process = BlockProcessor(processors if on_device else processors_on(processors, self._device))
+        self._process = process if self._device == sequences.device else process.on(self._device)
         self._context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
@@ -106,6 +106,11 @@ class ModelDrafter(Drafter):
     def model(self) -> PreTrainedModel:
         """The draft."""
         return self._runner.model
+
+    @property
+    def cache(self) -> RaggedCache:
+        """The draft's keys and values."""
+        return self._runner.cache
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -122,6 +127,20 @@ class ModelDrafter(Drafter):
         self._cached = [min(length - 1, limit) for length in sequences.prompt_lengths]
         prompts = sequences.prompts().to(self._device)
         self._runner.prefill(self._known(prompts), upload(self._cached, self._device), max(self._cached))
+
+    def replace_rows(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Store other prompts, but for their last tokens, and forget the pass that was begun for the old ones."""
+        self._prepared = None
+        known = []
+        for row, prompt in zip(rows, prompts, strict=True):
+            stored = len(prompt) - 1
+            self._cached[row] = stored if self._context is None else min(stored, self._context)
+            known.append([min(token, self._last_id) for token in prompt[: self._cached[row]]])
+        self._runner.replace_rows(rows, known)
+
+    def finish(self) -> None:
+        """Let later calls have the cache."""
+        self._runner.finish()
 
     def room(self, sequences: SequenceBatch) -> Tensor | None:
         """A row can draft until it has filled the draft's context."""

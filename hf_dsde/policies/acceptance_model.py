@@ -15,12 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_dsde.transfers import upload
+
 PLAIN_NOWCAST, NOWCAST, FIRST, NEXT = range(4)
 FEATURES = 7
 LEAST_WEIGHT = 0.01
 LARGEST_STEP = 1.0
 """No round moves a coefficient further: with few samples a single linearisation can overshoot."""
-LOGIT_RANGE = (0.02, 0.98)
+LOGIT_MARGIN = 0.02
 LEAST_PROBABILITY = 1e-9
 
 _INTERCEPT = -0.3
@@ -28,96 +30,76 @@ _ROW_MEAN_WEIGHT = 0.7
 
 
 def logit(probabilities: Tensor) -> Tensor:
-    """`ln(p / (1 - p))` with p kept within `LOGIT_RANGE`, so that certainty stays a finite feature."""
-    return probabilities.clamp(*LOGIT_RANGE).logit()
+    """`ln(p / (1 - p))` with p kept `LOGIT_MARGIN` away from 0 and 1, so that certainty stays a finite feature."""
+    return probabilities.logit(eps=LOGIT_MARGIN)
 
 
-def draft_features(top_probabilities: Tensor, entropy: Tensor) -> Tensor:
-    """What the draft's distribution says about itself.
-
-    Args:
-        top_probabilities: The two largest probabilities, shape `[rows, 2]`, float32.
-        entropy: Shape `[rows]`, float32, nats.
-
-    Returns:
-        `[1, ln t1, H / 2, 0.3 min(6, ln(t1 / t2)), t1, sqrt H, 0]`, shape `[rows, FEATURES]`, float32; the last place
-        is for the row's bias.
-    """
-    top = top_probabilities.clamp_min(LEAST_PROBABILITY).log()
-    entropy = entropy.clamp_min(0.0)
-    first = top[:, 0]
-    return torch.stack(
-        [
-            torch.ones_like(first),
-            first,
-            entropy / 2,
-            0.3 * (first - top[:, 1]).clamp_max(6.0),
-            top_probabilities[:, 0],
-            entropy.sqrt(),
-            torch.zeros_like(first),
-        ],
-        dim=-1,
-    )
-
-
-def with_bias(features: Tensor, bias: Tensor) -> Tensor:
-    """`draft_features` with the row's bias `[rows]` in the last place, scaled by 4; shape `[rows, FEATURES]`."""
-    return torch.cat([features[:, :-1], 4 * bias.unsqueeze(-1)], dim=-1)
-
-
-def first_features(
-    row_mean: Tensor, bias: Tensor, entropy: Tensor, probability: Tensor, all_accepted: Tensor
-) -> Tensor:
-    """What is known before a round's first draft token.
+class Features:
+    """Puts together what the regressions read, with few operations.
 
     Args:
-        row_mean: The row's recent acceptance rate, shape `[rows]`, float32.
-        bias: How much more was accepted of late than predicted, shape `[rows]`, float32.
-        entropy: Of the target's distribution behind the last token, shape `[rows]`, float32, nats.
-        probability: Of the last token under that distribution, shape `[rows]`, float32.
-        all_accepted: Whether all drafts of the row's last round were accepted, shape `[rows]`, float32, 0 or 1.
+        device: Where the tensors live.
 
-    Returns:
-        `[1, logit m, 4 b, H / 2 - 0.5, ln(p) / 2 + 0.3, all accepted, 0]`, shape `[rows, FEATURES]`, float32.
+    Attributes:
+        one: A scalar, float32: where operations take a number, torch often writes it to the device first.
+        zero: Likewise.
     """
-    return torch.stack(
-        [
-            torch.ones_like(row_mean),
-            logit(row_mean),
-            4 * bias,
-            0.5 * entropy - 0.5,
-            0.5 * probability.clamp_min(LEAST_PROBABILITY).log() + 0.3,
-            all_accepted,
-            torch.zeros_like(row_mean),
-        ],
-        dim=-1,
-    )
 
+    def __init__(self, device: torch.device) -> None:
+        self.one = torch.ones((), device=device)
+        self.zero = torch.zeros((), device=device)
+        self._draft_scale = upload([1.0, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0], device)
+        self._next_scale = upload([1.0, 1.0, 1.0, 0.5, 0.5, 1.0, 0.0], device)
 
-def next_features(row_mean: Tensor, bias: Tensor, draft: Tensor, nowcast: Tensor) -> Tensor:
-    """What is known about the token behind the one just drafted.
+    def draft(self, top_probabilities: Tensor, entropy: Tensor, bias: Tensor) -> Tensor:
+        """What the draft's distribution says about itself, and how the row has deviated of late.
 
-    Args:
-        row_mean: As in `first_features`.
-        bias: As in `first_features`.
-        draft: `draft_features` of the token just drafted, shape `[rows, FEATURES]`.
-        nowcast: Its acceptance probability as `NOWCAST` predicts it, shape `[rows]`, float32.
+        Args:
+            top_probabilities: The two largest probabilities, shape `[rows, 2]`, float32.
+            entropy: Shape `[rows]`, float32, nats.
+            bias: How much more was accepted of late than predicted, times 4, shape `[rows]`, float32.
 
-    Returns:
-        `[1, logit m, 4 b, ln(t1) / 2, sqrt(H) / 2, logit nowcast, 0]`, shape `[rows, FEATURES]`, float32.
-    """
-    return torch.stack(
-        [
-            torch.ones_like(row_mean),
-            logit(row_mean),
-            4 * bias,
-            0.5 * draft[:, 1],
-            0.5 * draft[:, 5],
-            logit(nowcast),
-            torch.zeros_like(row_mean),
-        ],
-        dim=-1,
-    )
+        Returns:
+            `[1, ln t1, H / 2, 0.3 min(6, ln(t1 / t2)), t1, sqrt H, 4 b]`, shape `[rows, FEATURES]`, float32.
+        """
+        first, second = top_probabilities.clamp_min(LEAST_PROBABILITY).log().unbind(-1)
+        entropy = entropy.clamp_min(0.0)
+        margin = (first - second).clamp_max(6.0)
+        values = [self.one.expand_as(first), first, entropy, margin, top_probabilities[:, 0], entropy.sqrt(), bias]
+        return torch.stack(values, dim=-1) * self._draft_scale
+
+    def first(
+        self, row_logit: Tensor, bias: Tensor, entropy: Tensor, probability: Tensor, all_accepted: Tensor
+    ) -> Tensor:
+        """What is known before a round's first draft token.
+
+        Args:
+            row_logit: `logit` of the row's recent acceptance rate, shape `[rows]`, float32.
+            bias: As in `draft`.
+            entropy: Of the target's distribution behind the last token, shape `[rows]`, float32, nats.
+            probability: Of the last token under that distribution, shape `[rows]`, float32.
+            all_accepted: Whether all drafts of the row's last round were accepted, shape `[rows]`, float32, 0 or 1.
+
+        Returns:
+            `[1, logit m, 4 b, H / 2 - 0.5, ln(p) / 2 + 0.3, all accepted, 0]`, shape `[rows, FEATURES]`, float32.
+        """
+        chosen = 0.5 * probability.clamp_min(LEAST_PROBABILITY).log() + 0.3
+        one, zero = self.one.expand_as(bias), self.zero.expand_as(bias)
+        return torch.stack([one, row_logit, bias, 0.5 * entropy - 0.5, chosen, all_accepted, zero], dim=-1)
+
+    def next(self, row_logit: Tensor, draft: Tensor, nowcast: Tensor) -> Tensor:
+        """What is known about the token behind the one just drafted.
+
+        Args:
+            row_logit: As in `first`, of the shape of `nowcast`.
+            draft: `draft` of the token just drafted, shape `[..., FEATURES]`.
+            nowcast: Its acceptance probability as `NOWCAST` predicts it, shape `[...]`, float32.
+
+        Returns:
+            `[1, logit m, 4 b, ln(t1) / 2, sqrt(H) / 2, logit nowcast, 0]`, shape `[..., FEATURES]`, float32.
+        """
+        one, log_top, _, _, _, root, bias = draft.unbind(-1)
+        return torch.stack([one, row_logit, bias, log_top, root, logit(nowcast), one], dim=-1) * self._next_scale
 
 
 def inverse(matrices: Tensor) -> Tensor:
@@ -159,6 +141,17 @@ class AcceptanceModel:
         self._prior = torch.eye(FEATURES).to(device)
         self.information = self._prior.repeat(4, 1, 1)
         self.covariance = self.information
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all that is learnt: coefficients, information and covariance."""
+        return self.coefficients, self.information, self.covariance
+
+    def holding(self, coefficients: Tensor, information: Tensor, covariance: Tensor) -> AcceptanceModel:
+        """Return a model that has learnt what another's `tensors` say."""
+        other = AcceptanceModel.__new__(AcceptanceModel)
+        other._forgetting, other._prior = self._forgetting, self._prior
+        other.coefficients, other.information, other.covariance = coefficients, information, covariance
+        return other
 
     def predict(self, model: int, features: Tensor) -> Tensor:
         """Probability of acceptance; `features` is `[..., FEATURES]`, the result `[...]`, float32."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import ClassVar
@@ -43,6 +43,15 @@ class Signal(Enum):
     """What draft steps and verification passes cost, in `BatchInfo.costs`."""
 
 
+TensorFunction = Callable[..., tuple[Tensor, ...]]
+"""Takes tensors and returns a tuple of tensors."""
+
+
+def as_it_is(function: TensorFunction) -> TensorFunction:
+    """Return `function`: what `BatchInfo.record` does where nothing is recorded."""
+    return function
+
+
 @dataclass(frozen=True)
 class BatchInfo:
     """What a policy may know about the batch when generation starts.
@@ -54,6 +63,15 @@ class BatchInfo:
         max_draft_length: The most tokens the loop lets any row draft in one round.
         max_new_tokens: The most tokens any row may emit in the whole call.
         costs: What passes cost, kept up to date by the loop. None unless `Signal.COSTS` is required.
+        record: Turns a function of tensors into one that does the same with few launches, where a GPU can; elsewhere
+            it returns the function. Using it is optional: it pays for a policy that does dozens of small operations. A
+            policy calls it in `start` and gives all that varies as tensors on `device`. The function
+
+            - takes tensors and returns a tuple of tensors,
+            - depends on its arguments alone, and on tensors and numbers that never change after `start`: what it
+              reads from the host, such as a round's number, stays what it was at its first call,
+            - writes to no argument, draws no random numbers and never waits for the device,
+            - is called with the same shapes and dtypes each time: others are right too, but slow.
     """
 
     rows: int
@@ -62,6 +80,23 @@ class BatchInfo:
     max_draft_length: int
     max_new_tokens: int
     costs: LiveCosts | None = None
+    record: Callable[[TensorFunction], TensorFunction] = field(default=as_it_is)
+
+    @property
+    def records(self) -> bool:
+        """Whether `record` may record. Only then is it worth giving arguments a fixed shape."""
+        return self.record is not as_it_is
+
+
+def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """What most policies want to know of raw logits `[rows, vocabulary]`, float32, at temperature 1.
+
+    Returns:
+        Entropy, shape `[rows]`, nats; the two largest probabilities, largest first, shape `[rows, 2]`; float32.
+    """
+    log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
+    top = log_probabilities.topk(2, dim=-1).values.exp()
+    return signals.entropy_of_(log_probabilities), top
 
 
 class DraftStep:
@@ -112,9 +147,7 @@ class DraftStep:
 
     @cached_property
     def _entropy_and_top(self) -> tuple[Tensor, Tensor]:
-        log_probabilities = torch.log_softmax(self.logits, -1, dtype=torch.float32)
-        top = log_probabilities.topk(2, dim=-1).values.exp()
-        return signals.entropy_of_(log_probabilities), top
+        return entropy_and_top(self.logits)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from hf_dsde.costs import LiveCosts
@@ -19,6 +22,8 @@ class CostTable:
     Attributes:
         times: Time of a round in which every row drafts k tokens, k = 0 .. longest, in plain steps: the first entry is
             1. Shape `[longest + 1]`, float32.
+        steps: What one token more takes behind k drafted ones, in plain steps; infinity behind the longest draft. Shape
+            `[longest + 1]`, float32.
 
     Raises:
         ValueError: If the batch comes without costs.
@@ -45,4 +50,5 @@ class CostTable:
         plain = current.round_seconds(0)
         times = [current.round_seconds(k) / plain for k in range(self._longest + 1)]
         self.times: Tensor = upload(times, self._device)
+        self.steps: Tensor = torch.nn.functional.pad(self.times.diff(), (0, 1), value=math.inf)
         return True

@@ -10,7 +10,6 @@ token lately, so that the rule seeks the largest ratio of the two (Dinkelbach's 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,57 +18,28 @@ from hf_dsde.argument_checks import check_integer, check_number
 from hf_dsde.policies import acceptance_model as model
 from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.cost_table import CostTable
+from hf_dsde.policies.marginal_gain import (
+    Knowledge,
+    MarginalGain,
+    Outlook,
+    Probes,
+    RowRecord,
+    Tally,
+    Verified,
+    padded_block,
+)
 from hf_dsde.policies.registry import register
-from hf_dsde.policies.row_history import RowState
+from hf_dsde.transfers import upload
 
-ROW_PRIOR = 3.0
-"""Tested tokens that the batch's acceptance rate counts for in a row's own."""
-RATE_DECAY = 0.99
-"""Decay per round of the running time and tokens of a round."""
 RATE_PRIOR = 4.0
 """Rounds of (1 plain step, 1.5 tokens) to begin with."""
+LABEL_PRIOR = 3.0
+"""Tested tokens, of which half were accepted, to begin with."""
 WARMUP_LENGTH = 4
 """Tokens that the first rounds draft at least."""
 EXPLORATION = 2.0
 """Plain steps to spend on probes at the start, and again when a draft turns out better than was thought: a few samples
 can mislead. A quarter of it in large batches, where a probe says more."""
-SURPRISE_DECAY = 0.98
-"""Per tested token ..."""
-SURPRISE_LEAST_DECAY = 0.8
-"""... and the least per round."""
-SURPRISE_LIMIT = 3.0
-"""Standard deviations between predicted and seen acceptance of late that mean another text, ..."""
-SURPRISE_TOLERANCE = 0.02
-"""... beyond an error of this much per token, which a model that is only nearly right may make."""
-
-
-@dataclass
-class _State(RowState):
-    accepted: Tensor  # [rows], float32: labels of tested tokens, decayed
-    tested: Tensor  # [rows], float32: how many, decayed
-    residual: Tensor  # [rows], float32: labels minus predictions, decayed
-    next_entropy: Tensor  # [rows], float32: of the target behind the last token
-    next_probability: Tensor  # [rows], float32: of the last token under the target
-    all_accepted: Tensor  # [rows], float32: 1 where the last round's drafts were all accepted
-    active: Tensor  # [rows], bool
-
-
-class _Block:
-    """What is known and remembered of a round while it is drafted.
-
-    Attributes:
-        row_mean: Each row's recent acceptance rate, shape `[rows]`.
-        row_bias: How much more was accepted of late than predicted, shape `[rows]`.
-        draft: Features of each drafted token, `[rows, FEATURES]` each.
-        ahead: What each token was forecast from, one entry more.
-        survival: Probability that all tokens so far are accepted, shape `[rows]`.
-    """
-
-    def __init__(self, row_mean: Tensor, row_bias: Tensor) -> None:
-        self.row_mean, self.row_bias = row_mean, row_bias
-        self.draft: list[Tensor] = []
-        self.ahead: list[Tensor] = []
-        self.survival: Tensor | None = None
 
 
 @register("marginal_goodput")
@@ -91,6 +61,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
 
     name = "marginal_goodput"
     requires = frozenset({Signal.COSTS, Signal.ACCEPTANCE, Signal.NEXT_TOKEN})
+    _outlook: Outlook
 
     def __init__(
         self,
@@ -108,118 +79,108 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self.probe_share = check_number("probe_share", probe_share, 0.0, 1.0)
         self.warmup_tokens = check_integer("warmup_tokens", warmup_tokens, 0)
         self.optimism = check_number("optimism", optimism, 0.0)
-        self._state: _State | None = None
+        self._state: RowRecord | None = None
 
     @property
-    def _rows(self) -> _State:
+    def _rows(self) -> RowRecord:
         if self._state is None:
             raise RuntimeError("MarginalGoodputPolicy was used before `start(batch)`.")
         return self._state
 
+    @property
+    def _known(self) -> Knowledge:
+        return Knowledge(self._rows, self._model, self._tally, self._probes)
+
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
+        device = batch.device
         self._longest = min(self.num_draft_tokens, batch.max_draft_length)
         self._table = CostTable(batch, self._longest)
         self._warmup_rounds = math.ceil(self.warmup_tokens / batch.rows)
-        self._rounds = 0
+        self._fresh = _initial_rows(1, device)
+        self._lengths = [*upload([float(length) for length in range(self._longest + 1)], device)]
+        self._anyway = torch.full((), -math.inf, device=device)
         novelty = 0.25 + 0.75 / batch.rows
-        self._exploration, self._put_aside = novelty * EXPLORATION, novelty * self.probe_share
-        self._model = model.AcceptanceModel(batch.device, self.forgetting)
-        self._state = self._initial(batch.rows, batch.device)
-        self._fresh = self._initial(1, batch.device)
+        self._forget(batch, novelty * EXPLORATION)
+        self._gain = MarginalGain(
+            form=self._known,
+            features=model.Features(device),
+            positions=torch.arange(self._longest, device=device),
+            longest=self._longest,
+            optimism=self.optimism,
+            row_memory=self.row_memory,
+            exploration=torch.full((), novelty * EXPLORATION, device=device),
+            put_aside=novelty * self.probe_share,
+        )
+        self._records = batch.records
+        self._step = batch.record(self._gain.step_from_logits if self._records else self._gain.step)
+        self._end_round = batch.record(self._gain.end_round)
+        self._learn_and_end_round = batch.record(self._gain.learn_and_end_round)
+        self._begin_round()
+        if self._records:
+            self._rehearse(batch)
+            self._forget(batch, novelty * EXPLORATION)
+            self._begin_round()
+
+    def _forget(self, batch: BatchInfo, budget: float) -> None:
+        """Know nothing but what is assumed at the start."""
 
         def scalar(value: float) -> Tensor:
             return torch.full((), value, device=batch.device)
 
-        self._label_sum, self._label_count = scalar(0.5 * ROW_PRIOR), scalar(ROW_PRIOR)
-        self._time, self._tokens = scalar(RATE_PRIOR), scalar(1.5 * RATE_PRIOR)
-        self._deviation, self._variance, self._noticed = scalar(0.0), scalar(0.0), scalar(0.0)
-        self._budget = scalar(self._exploration)
-        self._probe_price = scalar(0.0)
-        self._probe_at = scalar(0.0)
-        self._drafted = False
-        self._begin_round()
-
-    def _initial(self, rows: int, device: torch.device) -> _State:
-        zeros = torch.zeros(rows, device=device)
-        return _State(
-            accepted=zeros,
-            tested=zeros,
-            residual=zeros,
-            next_entropy=zeros + 1.0,
-            next_probability=zeros + math.exp(-0.6),
-            all_accepted=zeros,
-            active=zeros == 0,
+        self._rounds = 0
+        self._draft: list[Tensor] = []
+        self._state = _initial_rows(batch.rows, batch.device)
+        self._model = model.AcceptanceModel(batch.device, self.forgetting)
+        self._tally = Tally(
+            label_sum=scalar(0.5 * LABEL_PRIOR),
+            label_count=scalar(LABEL_PRIOR),
+            time=scalar(RATE_PRIOR),
+            tokens=scalar(1.5 * RATE_PRIOR),
+            deviation=scalar(0.0),
+            variance=scalar(0.0),
+            noticed=scalar(0.0),
         )
+        self._probes = Probes(budget=scalar(budget), price=scalar(0.0), at=scalar(0.0))
+
+    def _rehearse(self, batch: BatchInfo) -> None:
+        """Have everything recorded, which would make the first rounds look slow to whoever measures them."""
+        active = self._rows.active
+        none, one = torch.zeros_like(active, dtype=torch.int64), self._rows.next_entropy
+        logits = torch.zeros(batch.rows, batch.vocabulary_size, device=batch.device)
+        self.should_stop(DraftStep(0, none, logits, logits, active))
+        for drafted in (none + 1, none):
+            self.observe(
+                RoundOutcome(drafted, none, active, acceptance=one.unsqueeze(1), next_entropy=one, next_probability=one)
+            )
 
     def draft_lengths(self) -> Tensor:
         """The longest draft for every row, or 0 when not even the first token pays, shape `[rows]`, int64."""
         rows = len(self._rows.active)
-        return self._length.expand(rows)
+        return self._outlook.length.expand(rows)
 
     def should_stop(self, step: DraftStep) -> Tensor:
         """All rows or none, shape `[rows]`, bool: whether a further token would cost more than it brings."""
-        state, block = self._rows, self._block
-        features = model.draft_features(step.top_probabilities, step.entropy)
-        bias = block.row_bias
-        with_bias = model.with_bias(features, bias)
-        nowcast = self._model.predict(model.NOWCAST, with_bias)
-        survival = nowcast * step.drafting
-        if block.survival is not None:
-            survival = survival * block.survival
-        ahead = model.next_features(block.row_mean, bias, features, nowcast)
-        block.draft.append(with_bias)
-        block.ahead.append(ahead)
-        block.survival = survival
-        self._drafted = True
+        outlook = self._outlook
         length = step.position + 1
-        if length >= self._longest:
-            return torch.ones_like(state.active)
-        gain = self._gain(model.NEXT, ahead, survival)
-        return ~self._goes_on(gain, length).expand_as(state.active)
-
-    def _gain(self, regression: int, features: Tensor, survival: Tensor) -> Tensor:
-        """Plain steps that a further token is expected to save, with the benefit of the doubt.
-
-        What is not known well yet is taken to be `optimism` standard deviations better than predicted: a length that
-        is never drafted would never be known better.
-        """
-        mass = survival.sum().clamp_min(1e-6)
-        mean = (survival * self._model.predict(regression, features)).sum() / mass
-        centre = (survival.unsqueeze(-1) * features).sum(0) / mass
-        doubt = self.optimism * mean * (1 - mean) * self._model.uncertainty(regression, centre)
-        return mass * (mean + doubt) * self._token_value()
-
-    def _goes_on(self, gain: Tensor, length: int) -> Tensor:
-        """Whether a token behind `length` drafted ones is drafted: because it pays, to learn, or as a probe."""
-        if self._rounds < self._warmup_rounds and length < WARMUP_LENGTH:
-            return torch.ones_like(gain, dtype=torch.bool)
-        cost = self._table.times[length + 1] - self._table.times[length]
-        pays = gain > cost
-        probes = ~pays & (self._budget >= cost) & (self._probe_price == 0)
-        self._budget = self._budget - torch.where(probes, cost, 0.0)
-        self._probe_price = torch.where(probes, cost, self._probe_price)
-        self._probe_at = torch.where(probes, float(length), self._probe_at)
-        return pays | probes
-
-    def _begin_round(self) -> None:
-        """Decide whether anything is drafted."""
-        state = self._rows
-        if not self._drafted:
-            self._budget = self._budget + self._probe_price  # announced, and then nothing was drafted
-        self._drafted = False
-        self._probe_price = torch.zeros_like(self._probe_price)
-        overall = self._label_sum / self._label_count
-        block = self._block = _Block(
-            row_mean=(state.accepted + ROW_PRIOR * overall) / (state.tested + ROW_PRIOR),
-            row_bias=state.residual / (state.tested + ROW_PRIOR),
+        # What stands in one tensor can be recorded with the rest; where nothing is, signals may be known without it.
+        signals = (step.logits,) if self._records else (step.top_probabilities, step.entropy)
+        stops, features, survival, *probes = self._step(
+            *signals,
+            step.drafting,
+            outlook.survival,
+            self._cost(length),
+            self._lengths[length],
+            self._model.coefficients,
+            self._model.covariance,
+            outlook.row_logit,
+            outlook.bias,
+            outlook.token_value,
+            *self._probes,
         )
-        first = model.first_features(
-            block.row_mean, block.row_bias, state.next_entropy, state.next_probability, state.all_accepted
-        )
-        block.ahead.append(first)
-        gain = self._gain(model.FIRST, first, state.active.float())
-        self._length = torch.where(self._goes_on(gain, 0), self._longest, 0)
+        self._probes, self._outlook = Probes(*probes), outlook._replace(survival=survival)
+        self._draft.append(features)
+        return stops
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn what the target thought of each tested token, and what the round took and brought."""
@@ -229,97 +190,53 @@ class MarginalGoodputPolicy(StoppingPolicy):
                 "loop left out: they are `requires`d."
             )
         self._rounds += 1
-        width = min(len(self._block.draft), outcome.acceptance.shape[1])
-        if width:
-            self._learn(outcome, width)
-        self._settle(outcome)
-        state = self._rows
-        learning = outcome.active & (outcome.drafted > 0)
-        full = (outcome.accepted >= outcome.drafted).float()
-        self._state = _State(
-            accepted=state.accepted,
-            tested=state.tested,
-            residual=state.residual,
-            next_entropy=torch.where(learning, outcome.next_entropy, state.next_entropy),
-            next_probability=torch.where(learning, outcome.next_probability, state.next_probability),
-            all_accepted=torch.where(learning, full, state.all_accepted),
-            active=outcome.active,
-        )
+        times = self._table.times
         self._table.refresh()
-        self._begin_round()
-
-    def _learn(self, outcome: RoundOutcome, width: int) -> None:
-        """Update the models, the rows' records and the batch's, from the tested positions."""
-        assert outcome.acceptance is not None
-        state = self._rows
-        position = torch.arange(width, device=outcome.drafted.device)
-        tested = torch.minimum(outcome.drafted, outcome.accepted + 1) * outcome.active
-        is_tested = position < tested.unsqueeze(-1)
-        labels = torch.where(is_tested, outcome.acceptance[:, :width].float(), 0.0)
-        draft = torch.stack(self._block.draft[:width], dim=1)
-        ahead = torch.stack(self._block.ahead[:width], dim=1)
-        plain = torch.nn.functional.pad(draft[..., :-1], (0, 1))
-        residual = (labels - self._model.predict(model.PLAIN_NOWCAST, plain)) * is_tested
-        nowcast = self._model.predict(model.NOWCAST, draft)
-
-        counts = is_tested.float()
-        is_first = (position == 0).float()
-        features = torch.stack([plain, draft, ahead, ahead]).flatten(1, 2)
-        samples = torch.stack([counts, counts, counts * is_first, counts * (1 - is_first)]).flatten(1)
-        self._model.learn(features, labels.flatten(), samples)
-
-        memory = self.row_memory ** (tested.unsqueeze(-1) - 1 - position).clamp_min(0).float() * counts
-        kept = self.row_memory ** tested.float()
-        self._state = _State(
-            accepted=kept * state.accepted + (memory * labels).sum(1),
-            tested=kept * state.tested + memory.sum(1),
-            residual=kept * state.residual + (memory * residual).sum(1),
-            next_entropy=state.next_entropy,
-            next_probability=state.next_probability,
-            all_accepted=state.all_accepted,
-            active=state.active,
+        verified = Verified(
+            outcome.drafted, outcome.accepted, outcome.active, outcome.next_entropy, outcome.next_probability
         )
-        total = counts.sum()
-        forgotten = 0.999**total
-        self._label_sum = forgotten * self._label_sum + labels.sum()
-        self._label_count = forgotten * self._label_count + total
-        self._notice(((labels - nowcast) * counts).sum(), (nowcast * (1 - nowcast) * counts).sum(), total)
-
-    def _notice(self, deviation: Tensor, variance: Tensor, total: Tensor) -> None:
-        """Distrust what was learnt when acceptance has lately lain far from what was predicted."""
-        kept = (SURPRISE_DECAY**total).clamp_min(SURPRISE_LEAST_DECAY)
-        self._deviation = kept * self._deviation + deviation
-        self._variance = kept * self._variance + variance
-        self._noticed = kept * self._noticed + total
-        limit = SURPRISE_LIMIT * (self._variance + 0.25).sqrt() + SURPRISE_TOLERANCE * self._noticed
-        surprised = self._deviation.abs() > limit
-        self._model.unsettle(surprised)
-        scale = torch.where(surprised, ROW_PRIOR / self._label_count.clamp_min(ROW_PRIOR), 1.0)
-        self._label_sum = scale * self._label_sum
-        self._label_count = scale * self._label_count
-        # A draft that has become better is worth trying at once; one that has become worse is not.
-        self._budget = torch.where(surprised & (self._deviation > 0), self._exploration, self._budget)
-        self._deviation = torch.where(surprised, 0.0, self._deviation)
-        self._variance = torch.where(surprised, 0.0, self._variance)
-        self._noticed = torch.where(surprised, 0.0, self._noticed)
-
-    def _settle(self, outcome: RoundOutcome) -> None:
-        """Take note of the round's time and tokens, and pay for probes."""
-        rows = outcome.active.sum().clamp_min(1)
-        steps = outcome.drafted.max().clamp_max(self._longest)
-        spent = self._table.times.take(steps)
-        gained = ((outcome.accepted + 1) * outcome.active).sum() / rows
-        self._time = RATE_DECAY * self._time + spent
-        self._tokens = RATE_DECAY * self._tokens + gained
-        lucky = ((outcome.accepted > self._probe_at) * outcome.active).sum() * self._token_value()
-        refund = torch.where(self._probe_price > 0, torch.minimum(lucky, self._probe_price), 0.0)
-        self._budget = torch.minimum(self._budget + refund + self._put_aside * spent, self._exploration * spent)
-
-    def _token_value(self) -> Tensor:
-        """Plain steps that one token of one row has taken lately, scalar, float32."""
-        return self._time / (self._tokens * self._rows.active.sum().clamp_min(1))
+        tensors = (times, self._cost(0), *verified, *self._known.tensors())
+        if self._draft:
+            lesson = (*self._block(outcome.acceptance), self._outlook.row_logit, self._outlook.first)
+            results = self._learn_and_end_round(*lesson, *tensors)
+        else:
+            results = self._end_round(*tensors)
+        left = iter(results)
+        self._take(self._known.holding(left), Outlook(*left))
 
     def select_rows(self, index: Tensor) -> None:
         """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
         self._state = self._rows.select_rows(index, self._fresh)
         self._begin_round()
+
+    def _block(self, acceptance: Tensor) -> tuple[Tensor, Tensor]:
+        """Return labels and features of the round's tokens, of the same shape in every round if that is of use."""
+        width = self._longest if self._records else min(len(self._draft), acceptance.shape[1])
+        labels = torch.nn.functional.pad(acceptance, (0, width - acceptance.shape[1]))
+        return labels, padded_block(self._draft, width)
+
+    def _begin_round(self) -> None:
+        self._take(*self._gain.begin_round(self._known, self._cost(0), was_drafted=bool(self._draft)))
+
+    def _take(self, known: Knowledge, outlook: Outlook) -> None:
+        self._state, self._model, self._tally, self._probes = known.rows, known.regressions, known.tally, known.probes
+        self._outlook = outlook
+        self._draft = []
+
+    def _cost(self, length: int) -> Tensor:
+        """Plain steps that a token behind `length` drafted ones takes; less than nothing when it is drafted anyway."""
+        forced = self._rounds < self._warmup_rounds and length < min(WARMUP_LENGTH, self._longest)
+        return self._anyway if forced else self._table.steps[length]
+
+
+def _initial_rows(rows: int, device: torch.device) -> RowRecord:
+    zeros = torch.zeros(rows, device=device)
+    return RowRecord(
+        accepted=zeros,
+        tested=zeros,
+        residual=zeros,
+        next_entropy=zeros + 1.0,
+        next_probability=zeros + math.exp(-0.6),
+        all_accepted=zeros,
+        active=zeros == 0,
+    )

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import (
     BatchEncoding,
     EosTokenCriteria,
-    LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -32,7 +31,10 @@ from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.loop import SpeculativeLoop
 from hf_dsde.pairs import Pair
 from hf_dsde.runners import create_runner
+from hf_dsde.sampling import BlockProcessor
 from hf_dsde.sequences import SequenceBatch
+from hf_dsde.statistics import StatisticsRecorder
+from hf_dsde.stopping import Stopping
 from hf_dsde.token_feed import TokenFeed
 from hf_dsde.trace.position_signals import position_signals
 from hf_dsde.trace.prompts import Prompt
@@ -182,11 +184,12 @@ def _generate(
         pad_token=pair.tokenizer.pad_token_id,
     )
     capacity = max(sequences.prompt_lengths) + settings.max_new_tokens + settings.draft_length
+    process = BlockProcessor([])
     drafter = ModelDrafter(
         pair.draft,
         sequences,
         vocabulary_size=pair.target.config.get_text_config(decoder=True).vocab_size,
-        processors=LogitsProcessorList(),
+        process=process,
         do_sample=batch.temperature > 0,
         capacity=capacity,
         config=config,
@@ -196,8 +199,9 @@ def _generate(
         drafter=drafter,
         policy=policy,
         sequences=sequences,
-        processors=LogitsProcessorList(),
-        criteria=_criteria(pair, input_ids, settings.max_new_tokens),
+        process=process,
+        stopping=Stopping(_criteria(pair, input_ids, settings.max_new_tokens), sequences),
+        statistics=StatisticsRecorder(sequences.rows, policy.name),
         do_sample=batch.temperature > 0,
         config=config,
         recording=recording,
@@ -206,7 +210,7 @@ def _generate(
     devices = {model.device for model in (pair.target, pair.draft) if model.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(settings.seed + batch.first)
-        text, lengths, _ = loop.run()
+        text, lengths = loop.run()
     width = sequences.prompt_width
     return [
         Text(row[width - prompt : width + length], prompt)

@@ -149,6 +149,7 @@ def test_answers_end_with_their_end_tokens_and_blocks_may_go_on(tmp_path):
     assert any(row["start"] + row["offset"] >= len(answers[row["sequence"]]) for row in recorded.drafted)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_trace_and_the_callers_draws_go_on(recorded, tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -174,6 +175,7 @@ def test_a_batch_brings_what_it_brings_whatever_comes_before(recorded, tmp_path)
     assert [alone.answer(0), alone.answer(1)] == [recorded.answer(2), recorded.answer(3)]
 
 
+@pytest.mark.slow
 def test_without_tokens_exactly_the_token_columns_are_missing(recorded, tmp_path):
     bare = record(tmp_path / "bare", tokens=False).trace
     assert recorded.trace.has_tokens
@@ -206,6 +208,7 @@ def test_models_without_a_name_are_named_by_class_and_folders_by_their_last_part
     assert recorded.trace.description["pair"] == {"target": "LlamaForCausalLM", "draft": "my-draft"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [80, 112])
 def test_a_draft_with_another_padding_of_the_vocabulary_can_be_recorded(tmp_path, vocabulary):
     target = tiny_model()

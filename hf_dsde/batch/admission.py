@@ -1,0 +1,131 @@
+"""Which request is next, and whether the caches have room for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from hf_dsde.batch.requests import RejectedRow, Request
+from hf_dsde.graph_runner import CAPACITY_STEP
+from hf_dsde.memory import cache_bytes, free_bytes
+
+USED_SHARE = 0.8
+"""Of the free memory of a device, for caches; passes need room of their own."""
+
+
+@dataclass(frozen=True)
+class CacheBudget:
+    """Memory that the caches of both models may take, per device.
+
+    Attributes:
+        models: The models.
+        limits: Bytes for the caches on each model's device, one entry per model; None for no limit. Models on one
+            device share one limit.
+        granularity: Slots come in multiples of this, as runners allocate them.
+    """
+
+    models: tuple[PreTrainedModel, ...]
+    limits: tuple[int | None, ...]
+    granularity: int = CAPACITY_STEP
+
+    @classmethod
+    def of(cls, models: Sequence[PreTrainedModel], given: int | None) -> CacheBudget:
+        """Return the given bytes per device, or a share of what is free on each.
+
+        Args:
+            models: Target and draft.
+            given: Bytes; None to ask the devices, of which only CUDA ones answer.
+        """
+        limits = []
+        for model in models:
+            free = free_bytes(model.device)
+            limits.append(given if given is not None else None if free is None else int(free * USED_SHARE))
+        return cls(tuple(models), tuple(limits))
+
+    def slot_bytes(self, place: int) -> int:
+        """Bytes of one token's keys and values, of all models on the device of model number `place`."""
+        device = self.models[place].device
+        return sum(cache_bytes(model, 1, 1) for model in self.models if model.device == device)
+
+    def slots(self, rows: int) -> int | None:
+        """Tokens that each of some rows may have in the caches; None for any number."""
+        bounds = [
+            limit // (self.slot_bytes(place) * rows) - 1  # each row has a slot for what is no token
+            for place, limit in enumerate(self.limits)
+            if limit is not None
+        ]
+        if not bounds:
+            return None
+        return max(min(bounds), 0) // self.granularity * self.granularity
+
+    def rows(self, slots: int, most: int) -> int:
+        """The largest number of rows, at most `most`, that may have `slots` tokens each; 0 if not one may."""
+        for rows in range(most, 0, -1):
+            room = self.slots(rows)
+            if room is None or room >= slots:
+                return rows
+        return 0
+
+
+class Admission:
+    """Hands out requests in order, those first that come back.
+
+    Args:
+        source: Requests, and rows that are none.
+        scratch: Slots that a row needs beside its prompt and its new tokens.
+
+    Attributes:
+        rejected: Rows that were none, to be taken away by whoever hands out results.
+        deferred: Requests that need more slots than were allowed when their turn came.
+        slots: Tokens that a row may have in the caches; None for any number.
+        exhausted: Whether the source has ended and nothing has come back.
+    """
+
+    def __init__(self, source: Iterable[Request | RejectedRow], scratch: int) -> None:
+        self._source: Iterator[Request | RejectedRow] = iter(source)
+        self._returned: deque[Request] = deque()
+        self._ended = False
+        self._scratch = scratch
+        self.rejected: list[RejectedRow] = []
+        self.deferred: list[Request] = []
+        self.slots: int | None = None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether `take` will return nothing."""
+        return self._ended and not self._returned
+
+    def need(self, request: Request) -> int:
+        """Slots that a request takes in a row of the caches."""
+        return len(request.prompt) + request.max_new_tokens + self._scratch
+
+    def take(self, count: int) -> list[Request]:
+        """Return the next requests that fit, `count` of them or what is left. Waits for the source."""
+        taken: list[Request] = []
+        while len(taken) < count:
+            request = self._next()
+            if request is None:
+                break
+            if self.slots is not None and self.need(request) > self.slots:
+                self.deferred.append(request)
+            else:
+                taken.append(request)
+        return taken
+
+    def give_back(self, requests: Sequence[Request]) -> None:
+        """Put requests in front, in their order."""
+        self._returned.extendleft(reversed(requests))
+
+    def _next(self) -> Request | None:
+        if self._returned:
+            return self._returned.popleft()
+        for item in self._source:
+            if isinstance(item, RejectedRow):
+                self.rejected.append(item)
+            else:
+                return item
+        self._ended = True
+        return None

@@ -1,0 +1,209 @@
+"""Runs requests through a pair of models, refilling rows, within a budget of memory."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_dsde.batch.admission import Admission, CacheBudget
+from hf_dsde.batch.job_statistics import JobStatistics, RowCounter
+from hf_dsde.batch.preparation import Preparation
+from hf_dsde.batch.refill_loop import FinishedText, RefillLoop, RowSetup
+from hf_dsde.batch.requests import RejectedRow, Request
+from hf_dsde.batch.row_processors import RowProcessors
+from hf_dsde.batch.row_stopping import RowStopping
+from hf_dsde.drafting.model import ModelDrafter
+from hf_dsde.generation import Speculation
+from hf_dsde.loop import Recording
+from hf_dsde.runners import create_runner, release_memory
+from hf_dsde.sampling import BlockProcessor, ScoreProcessor
+from hf_dsde.sequences import SequenceBatch
+from hf_dsde.token_feed import TokenFeed
+
+HEADROOM = 1.5
+"""Caches begin with this many times the slots that the first requests need: later ones may be longer."""
+
+
+class BatchSizeWarning(UserWarning):
+    """The batch was made smaller, since memory ran out."""
+
+
+@dataclass
+class BatchEngine:
+    """Generates the texts of requests.
+
+    Attributes:
+        model: The target.
+        draft: The draft.
+        speculation: Policy and configuration.
+        preparation: Everything else about generation.
+        batch_size: Rows of the batch. It is halved when memory runs out, and stays so.
+        budget: Memory for the caches.
+        refill: Whether a row that has finished begins the next text at once, or waits for the whole batch.
+        statistics: What was done so far.
+    """
+
+    model: PreTrainedModel
+    draft: PreTrainedModel
+    speculation: Speculation
+    preparation: Preparation
+    batch_size: int
+    budget: CacheBudget
+    refill: bool = True
+    statistics: JobStatistics = field(default_factory=JobStatistics)
+
+    def texts(self, source: Iterable[Request | RejectedRow]) -> Iterator[FinishedText | RejectedRow]:
+        """Yield a finished text, or why there is none, for every row of the source, as they finish."""
+        admission = Admission(source, self.speculation.config.max_draft_length)
+        while True:
+            admission.slots = self.budget.slots(self.batch_size)
+            yield from self._batch(admission, admission.take(self.batch_size))
+            yield from self._take_rejected(admission)
+            if admission.exhausted:
+                if not admission.deferred:
+                    return
+                yield from self._deferred(admission)
+
+    def _deferred(self, admission: Admission) -> Iterator[FinishedText | RejectedRow]:
+        """Generate texts that need more slots than rows of a whole batch have, in smaller batches."""
+        waiting, admission.deferred = sorted(admission.deferred, key=admission.need), []
+        while waiting:
+            rows = self.budget.rows(admission.need(waiting[0]), self.batch_size)
+            if rows == 0:
+                for request in waiting:
+                    yield self._reject(request.index, self._too_long(admission, request))
+                return
+            admission.slots = self.budget.slots(rows)
+            admission.give_back(waiting)
+            waiting = []
+            yield from self._batch(admission, admission.take(rows))
+            waiting, admission.deferred = admission.deferred, []
+
+    def _too_long(self, admission: Admission, request: Request) -> str:
+        return (
+            f"a prompt of {len(request.prompt)} tokens with {request.max_new_tokens} new ones takes "
+            f"{admission.need(request)} slots of the caches, and one row can have {self.budget.slots(1)}. Lower "
+            "max_new_tokens, or raise the cache budget."
+        )
+
+    def _batch(self, admission: Admission, requests: Sequence[Request]) -> Iterator[FinishedText | RejectedRow]:
+        """Generate texts that begin in rows of their own, and those that follow in the same rows."""
+        if not requests:
+            return
+        loop = None
+        self.statistics.batch_sizes.append(len(requests))
+        try:
+            loop = self._loop(admission, requests)
+            for text in loop.texts():
+                self.statistics.add_text(text.statistics)
+                yield text
+                yield from self._take_rejected(admission)
+        except torch.OutOfMemoryError as failure:
+            ready = [] if loop is None else loop.take_ready()
+            unfinished = list(requests) if loop is None else loop.unfinished()
+            reason = str(failure).partition("\n")[0]
+        else:
+            return
+        # Outside of the handler, since the exception holds on to every frame of the loop, and so to its tensors.
+        loop = None
+        for text in ready:
+            self.statistics.add_text(text.statistics)
+            yield text
+        yield from self._make_smaller(admission, unfinished, len(requests), reason)
+
+    def _make_smaller(
+        self, admission: Admission, unfinished: Sequence[Request], rows: int, reason: str
+    ) -> Iterator[RejectedRow]:
+        """Halve the batch after memory ran out; texts that were under way begin anew."""
+        for model in (self.model, self.draft):
+            release_memory(model)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if rows == 1:
+            for request in unfinished:
+                yield self._reject(request.index, f"memory ran out with one row in the batch: {reason}")
+            return
+        self.batch_size = max(rows // 2, 1)
+        warnings.warn(
+            f"Memory ran out with {rows} rows, so the batch has {self.batch_size} from now on; {len(unfinished)} texts "
+            f"begin anew. A batch_size of {self.batch_size} avoids this. ({reason})",
+            BatchSizeWarning,
+            stacklevel=2,
+        )
+        admission.give_back(unfinished)
+
+    def _take_rejected(self, admission: Admission) -> list[RejectedRow]:
+        rejected, admission.rejected = admission.rejected, []
+        self.statistics.failed += len(rejected)
+        return rejected
+
+    def _reject(self, index: int, error: str) -> RejectedRow:
+        self.statistics.failed += 1
+        return RejectedRow(index, error)
+
+    def _loop(self, admission: Admission, requests: Sequence[Request]) -> RefillLoop:
+        config = self.speculation.config.replace(cost_probe=False)
+        sequences = _sequences(requests, config.max_draft_length + 1, self.model.device)
+        needed = max(map(admission.need, requests))
+        capacity = int(needed * HEADROOM) if self.refill else needed
+        if admission.slots is not None:
+            capacity = min(capacity, max(admission.slots, needed))
+        preparation = self.preparation
+        process: ScoreProcessor
+        if preparation.processors is None:
+            process = RowProcessors([preparation.processors_for(request) for request in requests])
+        else:
+            process = BlockProcessor(preparation.processors)
+        drafter = ModelDrafter(
+            self.draft,
+            sequences,
+            vocabulary_size=self.model.config.get_text_config(decoder=True).vocab_size,
+            process=process,
+            do_sample=preparation.do_sample,
+            capacity=capacity,
+            config=config,
+        )
+        target = create_runner(self.model, len(requests), capacity, config)
+        for cache in (target.cache, drafter.cache):
+            cache.limit = admission.slots
+        return RefillLoop(
+            requests=requests,
+            admission=admission if self.refill else Admission([], 0),
+            setup=RowSetup(
+                preparation.criteria_for, preparation.processors_for if preparation.processors is None else None
+            ),
+            target=target,
+            drafter=drafter,
+            policy=self.speculation.policy,
+            sequences=sequences,
+            process=process,
+            stopping=RowStopping(preparation.end_tokens, sequences, list(map(preparation.criteria_for, requests))),
+            statistics=RowCounter(len(requests), self.statistics),
+            do_sample=preparation.do_sample,
+            config=config,
+            recording=Recording(),
+            feed=TokenFeed(None, len(requests)),
+        )
+
+
+def _sequences(requests: Sequence[Request], scratch: int, device: torch.device) -> SequenceBatch:
+    """Put prompts into a batch, padded in front."""
+    width = max(len(request.prompt) for request in requests)
+    padding = [width - len(request.prompt) for request in requests]
+    tokens = [[0] * empty + list(request.prompt) for empty, request in zip(padding, requests, strict=True)]
+    mask = [[0] * empty + [1] * (width - empty) for empty in padding]
+    sequences = SequenceBatch(
+        torch.tensor(tokens, device=device),
+        torch.tensor(mask, device=device),
+        max_new_tokens=max(request.max_new_tokens for request in requests),
+        scratch=scratch,
+        pad_token=None,
+    )
+    sequences.limits = torch.tensor([request.max_new_tokens for request in requests], device=device)
+    return sequences

@@ -1,0 +1,289 @@
+"""The user's side of batch inference: one object for `datasets.map`, for streams of prompts and for whole jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_dsde.argument_checks import check_choice, check_flag, check_integer
+from hf_dsde.batch.admission import CacheBudget
+from hf_dsde.batch.engine import BatchEngine
+from hf_dsde.batch.fingerprint import Fingerprinted, generator_identity
+from hf_dsde.batch.job import InputRows, JobReport, run_job
+from hf_dsde.batch.job_statistics import JobStatistics
+from hf_dsde.batch.memory_plan import MemoryPlan, plan_memory
+from hf_dsde.batch.prefetch import prefetched
+from hf_dsde.batch.preparation import Preparation
+from hf_dsde.batch.refill_loop import FinishedText
+from hf_dsde.batch.requests import RejectedRow, Request, RequestBuilder
+from hf_dsde.batch.results import RowResult
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.generation import Speculation
+from hf_dsde.policies.base import StoppingPolicy
+
+ON_ERROR = ("record", "raise")
+AHEAD = 4
+"""Requests that are read and tokenised in advance, in batches."""
+CALLABLES = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+"""Arguments of `generate` that are objects with code of their own."""
+
+
+class RowError(ValueError):
+    """A row from which nothing can be generated, under `on_error="raise"`."""
+
+
+class BatchGenerator(Fingerprinted):
+    """Generates from every row of a data set with a target and a draft.
+
+    A row that has finished is handed the next prompt at once, so that no row of the batch idles while there are
+    prompts. Each text is what `model.generate` gives for its prompt alone: exactly in float32 and float64 when greedy,
+    in distribution when sampling.
+
+    As a callable it serves `Dataset.map(generator, batched=True)` and `IterableDataset.map`, whose cache tells settings
+    and models apart without reading the weights. `stream` yields results one by one; `run` writes them to a file and
+    goes on where it stopped.
+
+    Rows are text, chat messages, token ids, or mappings with one of these in a column, as `RequestBuilder` says; a
+    row's own `max_new_tokens` and `stop_strings` columns replace those given here.
+
+    Args:
+        model: The target, in evaluation.
+        tokenizer: Its tokenizer.
+        assistant_model: The draft.
+        speculation_policy: A policy's name, a policy, or a `SpeculationConfig`.
+        speculation_config: Every other setting of speculation.
+        batch_size: Rows of the batch, at least 1. Halved when the device runs out of memory.
+        max_new_tokens: The most tokens behind each prompt.
+        stop_strings: Text or texts whose appearance ends generation.
+        max_prompt_tokens: Longer prompts become errors; None leaves it to the models' context.
+        column: The column that holds the prompts; None looks for `messages`, `prompt`, `text` and `input_ids`.
+        chat_template_kwargs: Arguments of the chat template.
+        cache_budget: Bytes per device for the caches of both models. None takes 80 % of what is free on a CUDA device,
+            and does not limit others. Requests that need longer rows than a whole batch may have run later, in a
+            smaller batch.
+        refill: Whether rows that have finished begin the next text at once; False runs one batch after the other.
+        on_error: `record` makes a result with an `error` of a bad row, `raise` raises `RowError`.
+        **generate_kwargs: Any other argument of `generate`. Processors and criteria of your own are shown each row
+            alone.
+
+    Attributes:
+        statistics: Counts of the stream or job that was begun last.
+
+    Raises:
+        ValueError: If an argument has no meaning here, or for any reason named in `hf_dsde.refusals`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        assistant_model: PreTrainedModel,
+        speculation_policy: str | StoppingPolicy | SpeculationConfig | None = "dsde",
+        speculation_config: SpeculationConfig | None = None,
+        batch_size: int = 16,
+        max_new_tokens: int = 256,
+        stop_strings: str | Sequence[str] = (),
+        max_prompt_tokens: int | None = None,
+        column: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_budget: int | None = None,
+        refill: bool = True,
+        on_error: str = "record",
+        **generate_kwargs: Any,
+    ) -> None:
+        self._model, self._draft, self._tokenizer = model, assistant_model, tokenizer
+        self._batch_size = check_integer("batch_size", batch_size, 1)
+        self._cache_budget = None if cache_budget is None else check_integer("cache_budget", cache_budget, 1)
+        self._refill = check_flag("refill", refill)
+        self._on_error = check_choice("on_error", on_error, ON_ERROR)
+        self._speculation = Speculation.of(speculation_policy, speculation_config)
+        self._generate_kwargs = generate_kwargs
+        self._preparation = Preparation(
+            model, assistant_model, tokenizer, self._speculation.config.packed_attention, generate_kwargs
+        )
+        self._request_settings: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "stop_strings": [stop_strings] if isinstance(stop_strings, str) else list(stop_strings),
+            "max_prompt_tokens": max_prompt_tokens,
+            "context": _context(model),
+            "column": column,
+            "chat_template_kwargs": dict(chat_template_kwargs or {}),
+        }
+        self._builder = RequestBuilder(tokenizer, **self._request_settings)
+        self.statistics = JobStatistics()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides a result: models by name, revision and a sample of weights, and every setting."""
+        from datasets.fingerprint import Hasher
+
+        settings = {**self._request_settings, "policy": self._speculation.policy.name}
+        for name in CALLABLES:
+            if self._generate_kwargs.get(name) is not None:
+                settings[name] = Hasher.hash(self._generate_kwargs[name])
+        return generator_identity(
+            self._model,
+            self._draft,
+            self._tokenizer,
+            self._speculation.config,
+            self._preparation.config,
+            settings,
+        )
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Generate for a batch of `Dataset.map(batched=True)`.
+
+        Args:
+            batch: Columns of equal length.
+
+        Returns:
+            New columns: `generated_text` (empty for a bad row), `generated_token_ids`, `finish_reason`,
+            `generation_error` (empty for a good row) and `generation_statistics`.
+        """
+        rows = _rows(batch)
+        results = list(self.stream(rows, ordered=True))
+        counts = ("prompt_tokens", "new_tokens", "rounds", "drafted", "accepted")
+        return {
+            "generated_text": [result.text or "" for result in results],
+            "generated_token_ids": [result.token_ids or [] for result in results],
+            "finish_reason": [result.finish_reason for result in results],
+            "generation_error": [result.error or "" for result in results],
+            "generation_statistics": [
+                {name: getattr(result.statistics, name, 0) for name in counts} for result in results
+            ],
+        }
+
+    def stream(self, prompts: Iterable[Any], *, ordered: bool = False) -> Iterator[RowResult]:
+        """Yield the result of every row.
+
+        Args:
+            prompts: Rows; read and tokenised some batches ahead, in a thread.
+            ordered: Whether results come in the order of the rows. Otherwise they come as they finish.
+
+        Raises:
+            RowError: For a bad row, if `on_error` is `raise`.
+        """
+        results, _ = self._generate(enumerate(prompts))
+        return _in_order(results) if check_flag("ordered", ordered) else results
+
+    def run(
+        self,
+        dataset: Any,
+        output: str | os.PathLike[str],
+        *,
+        ordered: bool = False,
+        overwrite: bool = False,
+        progress: bool | None = None,
+    ) -> JobReport:
+        """Generate for all rows and write the results to a file; what is there already is not done again.
+
+        Under `accelerate launch` every process does its share, and one of them joins the results at the end.
+
+        Args:
+            dataset: A `Dataset`, an `IterableDataset`, any iterable of rows, or the path of a file of them.
+            output: Path of a `.jsonl` or `.parquet` file.
+            ordered: Whether the file is sorted by the rows' places in the end.
+            overwrite: Whether to start anew.
+            progress: Whether to show a bar; None shows it in terminals and notebooks.
+
+        Raises:
+            ValueError: If the file holds results of other settings or of other data.
+            RowError: For a bad row, if `on_error` is `raise`; what was finished before is kept.
+        """
+        return run_job(
+            InputRows(dataset, self._request_settings["column"]),
+            self._generate,
+            output,
+            identity=self.identity,
+            ordered=ordered,
+            overwrite=overwrite,
+            progress=progress,
+        )
+
+    def memory_plan(self, dataset: Any = None) -> MemoryPlan:
+        """Say what `run` will take of each device's memory, and which rows its caches have room for.
+
+        No model runs; rows are read and tokenised one after another.
+
+        Args:
+            dataset: As for `run`; None plans for the models alone.
+        """
+        rows = None if dataset is None else InputRows(dataset, self._request_settings["column"]).share(0, 1, ())
+        return plan_memory(
+            self._model,
+            self._draft,
+            CacheBudget.of([self._model, self._draft], self._cache_budget),
+            self._batch_size,
+            self._speculation.config.max_draft_length,
+            None if rows is None else map(self._request, rows),
+        )
+
+    def _generate(self, rows: Iterable[tuple[int, Any]]) -> tuple[Iterator[RowResult], JobStatistics]:
+        """Return an iterator over the results of rows with their places, and what counts them."""
+        self.statistics = JobStatistics()
+        engine = BatchEngine(
+            self._model,
+            self._draft,
+            self._speculation,
+            self._preparation,
+            self._batch_size,
+            CacheBudget.of([self._model, self._draft], self._cache_budget),
+            self._refill,
+            self.statistics,
+        )
+        return self._results(engine, rows), self.statistics
+
+    def _results(self, engine: BatchEngine, rows: Iterable[tuple[int, Any]]) -> Iterator[RowResult]:
+        requests = prefetched(rows, self._request, AHEAD * self._batch_size)
+        for text in engine.texts(requests):
+            yield self._result(text)
+
+    def _request(self, row: tuple[int, Any]) -> Request | RejectedRow:
+        return self._builder.build(*row)
+
+    def _result(self, text: FinishedText | RejectedRow) -> RowResult:
+        if isinstance(text, RejectedRow):
+            if self._on_error == "raise":
+                raise RowError(f"row {text.index}: {text.error}")
+            return RowResult.failed(text.index, text.error)
+        words = self._tokenizer.decode(text.tokens, skip_special_tokens=True)
+        assert isinstance(words, str)
+        return RowResult(text.request.index, words, text.tokens, text.finish_reason, None, text.statistics)
+
+
+def _context(model: PreTrainedModel) -> int | None:
+    context: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return context
+
+
+def _rows(batch: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Turn columns into rows."""
+    columns = dict(batch.items())
+    single = [
+        name
+        for name, values in columns.items()
+        if isinstance(values, str) or not hasattr(values, "__len__") or (len(values) and isinstance(values[0], Mapping))
+    ]
+    if single:
+        msg = (
+            f"column {single[0]!r} holds one value and not a list of them. Call map with batched=True, and with a "
+            "batch_size of some times the generator's."
+        )
+        raise TypeError(msg)
+    count = len(next(iter(columns.values()), []))
+    return [{name: values[place] for name, values in columns.items()} for place in range(count)]
+
+
+def _in_order(results: Iterator[RowResult]) -> Iterator[RowResult]:
+    """Hold results back until all before them have come."""
+    waiting: dict[int, RowResult] = {}
+    following = 0
+    for result in results:
+        waiting[result.index] = result
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1

@@ -1,0 +1,147 @@
+"""Counts of a job over a data set, in constant memory: rounds are summed up as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dsde.batch.results import RowStatistics
+from hf_dsde.counts import RecordedRound, settle, sum_rows
+from hf_dsde.policies.base import PhaseTimes
+
+
+@dataclass
+class JobStatistics:
+    """What a job did so far.
+
+    Attributes:
+        texts: Texts that were finished.
+        failed: Rows that gave none.
+        prompt_tokens: Tokens of the finished texts' prompts.
+        new_tokens: Tokens of the finished texts.
+        drafted: Draft tokens inside the finished texts.
+        accepted: How many of those the target accepted.
+        rounds: Rounds of the batch.
+        row_rounds: Rounds in which a row was generating, summed over the rows.
+        idle_row_rounds: Rounds in which a row of the batch had nothing to generate, summed over the rows.
+        draft_steps: Forward passes of the draft.
+        prefill_seconds: Host seconds spent on prompts.
+        draft_seconds: Seconds spent drafting.
+        verify_seconds: Seconds spent in the target's passes and in judging their results.
+        bookkeeping_seconds: Seconds of the rounds that were neither.
+        batch_sizes: Rows of the batch, each time it was set up.
+    """
+
+    texts: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    row_rounds: int = 0
+    idle_row_rounds: int = 0
+    draft_steps: int = 0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    bookkeeping_seconds: float = 0.0
+    batch_sizes: list[int] = field(default_factory=list)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of row-rounds without anything to generate, in [0, 1]; nan before the first round."""
+        return _ratio(self.idle_row_rounds, self.idle_row_rounds + self.row_rounds)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted per drafted token, inside the finished texts; nan when nothing was drafted."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def mean_draft_length(self) -> float:
+        """Drafted tokens per row and round, inside the finished texts; nan before the first."""
+        return _ratio(self.drafted, self.row_rounds)
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens of finished texts per row and round; nan before the first round."""
+        return _ratio(self.new_tokens, self.row_rounds)
+
+    def add_text(self, row: RowStatistics) -> None:
+        """Count a finished text."""
+        self.texts += 1
+        self.prompt_tokens += row.prompt_tokens
+        self.new_tokens += row.new_tokens
+        self.drafted += row.drafted
+        self.accepted += row.accepted
+
+
+class RowCounter:
+    """Records rounds for a loop whose rows come and go: sums for the job, rounds for the texts that are under way.
+
+    Args:
+        rows: Rows of the batch.
+        job: Where the sums go.
+    """
+
+    def __init__(self, rows: int, job: JobStatistics) -> None:
+        self._rows = rows
+        self._job = job
+        self._rounds: list[list[RecordedRound]] = [[] for _ in range(rows)]
+        self._begun = [time.perf_counter()] * rows
+
+    def begin(self, row: int) -> None:
+        """Let a row begin another text."""
+        self._rounds[row] = []
+        self._begun[row] = time.perf_counter()
+
+    def end(self, row: int, prompt_tokens: int, new_tokens: int) -> RowStatistics:
+        """Return what a row's text has cost, and forget its rounds."""
+        left = [new_tokens]
+        counts = sum_rows([settle(entry, 0, left) for entry in self._rounds[row]])
+        self._rounds[row] = []
+        return RowStatistics(
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            rounds=counts.rounds,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            seconds=time.perf_counter() - self._begun[row],
+        )
+
+    def record_prefill(self, seconds: float) -> None:
+        """As for any recorder."""
+        self._job.prefill_seconds += seconds
+
+    def record_round(
+        self,
+        *,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        emitted: Sequence[int],
+        active: Sequence[bool],
+        draft_steps: int,
+        pass_width: int,
+        times: PhaseTimes,
+        **others: Any,  # noqa: ARG002 - what is counted of single calls only
+    ) -> None:
+        """As for any recorder."""
+        job = self._job
+        job.rounds += 1
+        job.row_rounds += sum(active)
+        job.idle_row_rounds += self._rows - sum(active)
+        job.draft_steps += draft_steps
+        job.draft_seconds += times.draft
+        job.verify_seconds += times.verify
+        job.bookkeeping_seconds += times.bookkeeping
+        for row, is_active in enumerate(active):
+            if is_active:
+                own = ((drafted[row],), (accepted[row],), (emitted[row],), (True,))
+                self._rounds[row].append(RecordedRound(*own, draft_steps, pass_width, 1, times))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else float("nan")

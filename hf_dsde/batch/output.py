@@ -1,0 +1,301 @@
+"""One output file for a job that may be killed at any time, run again, and shared out among processes.
+
+Beside an output `out.jsonl` (or `out.parquet`) lie `out.jsonl.job.json`, which says what job the results belong to, and
+while the job runs the folder `out.jsonl.parts`: files of single processes, their locks, and what is not finished.
+`merge` makes one file of everything and removes the folder. A row counts as done if the output or a file in the folder
+has it, whoever wrote it; so a job goes on where it stopped, also with another number of processes.
+
+Nothing is removed before what replaces it is on disk. A kill in between leaves rows in two files, and both `done` and
+`merge` count a row once. `output_files.py` knows names and locks, this module jobs and what outputs promise,
+`jsonl_output.py` and `parquet_output.py` know formats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import ModuleType, TracebackType
+from typing import Any
+
+from hf_dsde.argument_checks import check_flag, check_integer, check_number
+from hf_dsde.batch.output_files import MERGE_LOCK, OutputPaths, all_locks, lock, replacing
+from hf_dsde.batch.results import RowResult
+
+JOB_FORMAT = "hf-dsde-batch-output"
+JOB_VERSION = 1
+"""Raised whenever the files beside an output change their meaning."""
+_SHOWN_DIFFERENCES = 8
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+
+
+class OutputFile(ABC):
+    """Takes the results of one shard. Made by `open_output`; leaving its `with` block closes it.
+
+    Attributes:
+        done: Places in the input whose results are on disk, whichever shard and run wrote them.
+    """
+
+    def __init__(self, paths: OutputPaths, shard: int, shards: int) -> None:
+        self._paths = paths
+        self._name = _shard_name(shard, shards)
+        self._closed = False
+        self.done: set[int] = set()
+        with ExitStack() as opening:
+            opening.callback(paths.remove_empty_folder)
+            opening.enter_context(lock(paths.parts / f"{self._name}.lock"))
+            for other in paths.part_files(".lock"):
+                # Two numbers of shards at a time would mean two processes for one row; merging takes files away.
+                if not other.stem.endswith(f"-of-{shards}"):
+                    with lock(other):
+                        pass
+            self._prepare(opening)
+            self._open = opening.pop_all()
+
+    @abstractmethod
+    def _prepare(self, opening: ExitStack) -> None:
+        """Find `done`, clear away what a killed process left, and register with `opening` what is to be closed."""
+
+    @abstractmethod
+    def _write(self, results: Sequence[RowResult]) -> None:
+        """Take results whose indices are new."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Put on disk what `write` may have kept back; it is in `done` afterwards."""
+
+    def write(self, results: Sequence[RowResult]) -> None:
+        """Add results, in any order of their indices.
+
+        In JSON Lines they are on disk when this returns. Parquet collects some first, see `open_output`; `done` tells
+        which are on disk, and `flush` puts all of them there.
+
+        Raises:
+            ValueError: A row is done already, or the file is closed. Nothing is written.
+            OSError: The disk does not take them. Nothing is written.
+        """
+        if self._closed:
+            raise ValueError("The output is closed. Open it again with `open_output`.")
+        indices = [result.index for result in results]
+        twice = sorted({i for i in indices if i in self.done or self._is_waiting(i)})
+        if twice or len(set(indices)) < len(indices):
+            raise ValueError(
+                f"`results` has rows that were written before or that are in it twice: {twice[:8] or sorted(indices)}. "
+                f"Leave out what is in `done`, and write each row once."
+            )
+        if results:
+            self._write(results)
+
+    def close(self) -> None:
+        """Flush, and let go of the file. Closing again does nothing."""
+        if not self._closed:
+            self._closed = True
+            with self._open:
+                self.flush()
+
+    def __enter__(self) -> OutputFile:  # noqa: PYI034 - Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _is_waiting(self, index: int) -> bool:  # noqa: ARG002 - for formats that collect
+        return False
+
+
+def open_output(
+    path: str | os.PathLike[str],
+    *,
+    job: Mapping[str, Any],
+    shard: int = 0,
+    shards: int = 1,
+    ordered: bool = False,
+    overwrite: bool = False,
+    part_rows: int = 1024,
+    part_seconds: float = 30.0,
+) -> OutputFile:
+    """Open the output of a job, new or to go on with it.
+
+    One shard of JSON Lines appends to the output itself. Everything else goes to files beside it until `merge`, which
+    one process calls when all shards are closed.
+
+    Args:
+        path: The output; `.jsonl` and `.ndjson` mean JSON Lines, `.parquet` Parquet. Its folder is made if need be.
+        job: All settings and the input, in types that JSON has. Results of different jobs never share an output, so
+            leave out what does not change results, such as the number of shards.
+        shard: Which of the processes this is, from 0.
+        shards: How many processes share the job. It may differ from an earlier run's.
+        ordered: Whether `merge` sorts by `index`; otherwise the results of a shard stay in the order of writing.
+        overwrite: Start anew instead of going on. With several shards call `remove_output` before they start.
+        part_rows: Parquet only: results that are collected before they are written.
+        part_seconds: Parquet only: seconds after which a call of `write` does not wait for `part_rows` any longer. What
+            was collected and not written when the process is killed has to be done again.
+
+    Raises:
+        TypeError: An argument has the wrong type, or JSON cannot hold the `job`.
+        ValueError: An argument is not accepted, or the output belongs to another job, whose differences are named.
+        FileExistsError: There is a file at `path` that belongs to no job.
+        RuntimeError: Another process writes this shard, or the job with another number of shards.
+    """
+    paths = OutputPaths.of(path)
+    check_integer("shards", shards, 1)
+    check_integer("shard", shard, 0, shards - 1)
+    check_integer("part_rows", part_rows, 1)
+    check_number("part_seconds", part_seconds, 0.0)
+    description = _as_json(job)
+    check_flag("ordered", ordered)
+    if check_flag("overwrite", overwrite):
+        if shards > 1:
+            raise ValueError(
+                f"`overwrite` is True with `shards`={shards}, but each shard would remove what the others wrote. Call "
+                f"`remove_output` in one process before the shards start."
+            )
+        remove_output(path)
+    _settle_job(paths, _shard_name(shard, shards), description, ordered)
+    if paths.output.suffix == ".parquet":
+        from hf_dsde.batch.parquet_output import ParquetOutput
+
+        return ParquetOutput(paths, shard, shards, part_rows, part_seconds)
+    from hf_dsde.batch.jsonl_output import JsonlOutput
+
+    return JsonlOutput(paths, shard, shards)
+
+
+def merge(path: str | os.PathLike[str]) -> None:
+    """Make the one output of everything that the shards have written, sorted if they were opened with `ordered`.
+
+    For one process to call when all shards are closed, with one shard too. Calling it again changes nothing, nor does
+    it matter where an earlier call was killed. Texts are copied piece by piece, so memory is needed for indices only.
+
+    Raises:
+        FileNotFoundError: There is no job at `path`.
+        RuntimeError: A shard is still being written.
+    """
+    paths = OutputPaths.of(path)
+    ordered = bool(_read_job(paths)["ordered"])
+    with all_locks(paths), lock(paths.parts / MERGE_LOCK):
+        _format(paths).merge_files(paths, ordered)
+        paths.remove_parts()
+
+
+def remove_output(path: str | os.PathLike[str]) -> None:
+    """Remove an output, finished or not, with all that lies beside it. Nothing to remove is fine.
+
+    Raises:
+        RuntimeError: A shard is still being written.
+    """
+    paths = OutputPaths.of(path)
+    with all_locks(paths):
+        paths.output.unlink(missing_ok=True)
+        paths.remove_parts()
+        # Last, since without it nobody would know what a remaining file belongs to.
+        paths.job.unlink(missing_ok=True)
+
+
+def read_results(path: str | os.PathLike[str]) -> Iterator[RowResult]:
+    """The results in an output, one by one, in the order of the file.
+
+    The last line of JSON Lines is left out while it is not complete. Results that `merge` has not brought to the output
+    yet are not seen.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: Something in it is no result.
+    """
+    paths = OutputPaths.of(path)
+    if not paths.output.exists():
+        hint = " There are unfinished parts beside it; call `merge` first." if paths.parts.is_dir() else ""
+        raise FileNotFoundError(f"`path` is {str(path)!r}, but there is no such file.{hint}")
+    return _format(paths).read_file(paths.output)
+
+
+def _shard_name(shard: int, shards: int) -> str:
+    return f"shard-{shard}-of-{shards}"
+
+
+def _format(paths: OutputPaths) -> ModuleType:
+    """The module of the output's format; pyarrow is imported only where it is needed."""
+    if paths.output.suffix == ".parquet":
+        from hf_dsde.batch import parquet_output
+
+        return parquet_output
+    from hf_dsde.batch import jsonl_output
+
+    return jsonl_output
+
+
+def _as_json(job: Mapping[str, Any]) -> Any:
+    """The job as it will be read back."""
+    if not isinstance(job, Mapping):
+        raise TypeError(f"`job` is {job!r}, but a mapping of names to settings is needed.")
+    try:
+        return json.loads(json.dumps(dict(job), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"`job` is {job!r}, but types that JSON has are needed, and no nan: {error}") from error
+
+
+def _settle_job(paths: OutputPaths, name: str, job: Any, ordered: bool) -> None:
+    """Write down what job the output belongs to, or make sure that it is this one."""
+    if paths.job.exists():
+        there = _read_job(paths)
+        different = list(_differences(there["job"], job))
+        if different:
+            more = f", and {len(different) - _SHOWN_DIFFERENCES} more" if len(different) > _SHOWN_DIFFERENCES else ""
+            raise ValueError(
+                f"`path` is {str(paths.output)!r}, which holds results of another `job`. It differs in "
+                f"{'; '.join(different[:_SHOWN_DIFFERENCES])}{more}. Choose another path, repeat the settings of that "
+                f"job to go on with it, or start anew with `overwrite`."
+            )
+        if there["ordered"] == ordered:
+            return
+    else:
+        strange = next(iter(paths.sources(".parquet") + paths.part_files(".jsonl")), None)
+        if strange is not None:
+            raise FileExistsError(
+                f"`path` is {str(paths.output)!r}, but {str(strange)!r} exists without {paths.job.name!r}, so it is "
+                f"not known to belong to this job. Choose another path, or replace it with `overwrite`."
+            )
+    paths.parts.mkdir(parents=True, exist_ok=True)
+    # Other shards may do this at the same time, with the same content.
+    with replacing(paths.job, paths.parts / f"{name}.tmp") as file:
+        content = {"format": JOB_FORMAT, "version": JOB_VERSION, "ordered": ordered, "job": job}
+        file.write(json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _read_job(paths: OutputPaths) -> dict[str, Any]:
+    try:
+        content = json.loads(paths.job.read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"`path` is {str(paths.output)!r}, but {str(paths.job)!r} does not exist, so no job has written there. "
+            f"Use the path that `open_output` was given."
+        ) from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (JOB_FORMAT, JOB_VERSION):
+        raise ValueError(
+            f"{str(paths.job)!r} is no description of a job of version {JOB_VERSION}. Choose another path, or start "
+            f"anew with `overwrite`."
+        )
+    return content
+
+
+def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
+    """Each field whose values differ, by its dotted name."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in sorted(there.keys() | here.keys()):
+            inner = f"{name}.{key}" if name else key
+            if key not in here:
+                yield f"`{inner}`: {_SHORT.repr(there[key])} there, none here"
+            elif key not in there:
+                yield f"`{inner}`: none there, {_SHORT.repr(here[key])} here"
+            else:
+                yield from _differences(there[key], here[key], inner)
+    elif there != here or isinstance(there, bool) != isinstance(here, bool):
+        yield f"`{name}`: {_SHORT.repr(there)} there, {_SHORT.repr(here)} here"

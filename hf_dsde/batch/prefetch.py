@@ -1,0 +1,101 @@
+"""Builds requests in the background, so that no model waits for a tokenizer or a disk."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hf_dsde.argument_checks import check_integer
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LONGEST_WAIT = 1.0
+"""Seconds that closing waits for the thread. Only a source that blocks in its own `next` makes use of them."""
+
+
+@dataclass(frozen=True)
+class _Built:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: BaseException
+
+
+_END = object()
+
+
+def prefetched(source: Iterable[T], build: Callable[[T], R], ahead: int) -> Iterator[R]:
+    """What `build` makes of each item of the source, in its order, up to `ahead` of them made in advance.
+
+    One thread does the work. Tokenizers let go of Python's global lock while they work, and the models' process spends
+    its time waiting for a device: a thread is enough, and nothing has to be pickled.
+
+    The thread starts when the first item is asked for and ends with the source, with an error, or when the iterator is
+    closed or forgotten. A source that blocks in its own `next` at that moment, such as a terminal, cannot be
+    interrupted; its thread ends as soon as the source returns, and does not keep the process alive.
+
+    Args:
+        source: Any iterable; it is iterated in the thread.
+        build: Makes the result of one item; called in the thread, one item at a time. For rows with their indices:
+            `prefetched(enumerate(rows), lambda row: builder.build(*row), ahead=64)`.
+        ahead: The most results that are made, or being made, before they are asked for; at least 1.
+
+    Raises:
+        BaseException: Whatever the source or `build` raises, at its place behind the results that came before it.
+    """
+    check_integer("ahead", ahead, 1)
+    return _prefetched(source, build, ahead)
+
+
+def _prefetched(source: Iterable[T], build: Callable[[T], R], ahead: int) -> Iterator[R]:
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # Slots, rather than a bound on the queue: they also count the result that is being made, and closing can hand out
+    # one more, so that a thread that waits for its turn wakes up without ever having to poll.
+    slots = threading.Semaphore(ahead)
+    closed = threading.Event()
+    thread = threading.Thread(
+        target=_work, args=(source, build, results, slots, closed), name="hf-dsde-prefetch", daemon=True
+    )
+    thread.start()
+    try:
+        while (result := results.get()) is not _END:
+            slots.release()
+            if isinstance(result, _Failed):
+                raise result.error
+            value = result.value
+            del result  # A finished request shall not live on here while the next one is waited for.
+            yield value
+            del value
+    finally:
+        closed.set()
+        slots.release()
+        thread.join(_LONGEST_WAIT)
+
+
+def _work(
+    source: Iterable[T],
+    build: Callable[[T], R],
+    results: queue.SimpleQueue[Any],
+    slots: threading.Semaphore,
+    closed: threading.Event,
+) -> None:
+    """Fill the queue until the source ends, fails, or nobody wants more."""
+    try:
+        items = iter(source)
+        while True:
+            slots.acquire()
+            if closed.is_set():
+                return
+            item = next(items, _END)
+            if item is _END:
+                break
+            results.put(_Built(build(item)))  # type: ignore[arg-type]  # `next` with a default widens the type
+    except BaseException as error:  # noqa: BLE001  it is raised again where the results are read
+        results.put(_Failed(error))
+    results.put(_END)

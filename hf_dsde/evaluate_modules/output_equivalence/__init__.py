@@ -1,0 +1,1 @@
+"""The comparison of that name; its class is loaded by `evaluate.load`."""

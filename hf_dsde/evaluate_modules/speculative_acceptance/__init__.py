@@ -1,0 +1,1 @@
+"""The measurement of that name; its class is loaded by `evaluate.load`."""

@@ -1,0 +1,486 @@
+"""Outputs of jobs that are killed, started again and shared out: every row once, and as if nothing had happened."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from output_job import JOB, ROWS, expected
+
+from hf_dsde.batch import jsonl_output, parquet_output
+from hf_dsde.batch.output import merge, open_output, read_results, remove_output
+from hf_dsde.batch.results import LENGTH, RowResult
+
+FORMATS = [".jsonl", ".parquet"]
+SCRIPT = Path(__file__).with_name("output_job.py")
+
+
+def indices(path):
+    return [result.index for result in read_results(path)]
+
+
+def write(path, which, **options):
+    with open_output(path, job=JOB, **options) as output:
+        output.write([expected(i) for i in which])
+
+
+def names(folder):
+    return sorted(file.name for file in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "shards"),
+    [
+        ("random", ".jsonl", "1"),
+        ("random", ".jsonl", "2 1 3"),
+        ("random", ".parquet", "1"),
+        ("points", ".jsonl", "1"),
+        ("points", ".jsonl", "2 1 3"),
+        ("points", ".parquet", "2 1 3"),
+    ],
+)
+def test_a_killed_job_ends_with_every_row_once_and_as_if_never_killed(tmp_path, kind, suffix, shards):
+    if not hasattr(os, "fork"):
+        pytest.skip("needs forks")
+    command = [sys.executable, str(SCRIPT), kind, str(tmp_path), suffix, *shards.split()]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert not report["torch"]
+    assert sum(report["kills"]) > 0
+    outputs = sorted(tmp_path.glob(f"*{suffix}"))
+    assert len(outputs) == len(report["kills"])
+    for path in outputs:
+        rows = ROWS[kind]
+        results = list(read_results(path))
+        assert sorted(results, key=lambda r: r.index) == [expected(i) for i in range(rows)]
+        ordered = int(path.stem.rpartition("-")[2]) % 2 == 1
+        assert not ordered or [r.index for r in results] == list(range(rows))
+        assert not path.with_name(path.name + ".parts").exists()
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.lists(st.integers(0, 30), max_size=4, unique=True)),
+        st.tuples(st.just("reopen"), st.tuples(st.integers(1, 3), st.booleans())),
+        st.tuples(st.just("tear"), st.tuples(st.integers(31, 40), st.integers(0, 200))),
+        st.tuples(st.just("merge"), st.none()),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(FORMATS), actions)
+def test_any_sequence_of_writing_reopening_tearing_and_merging_keeps_each_row_once(suffix, steps):
+    """A torn tail is a prefix of what the next write would have appended."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"out{suffix}"
+        written, shards, ordered = set(), 1, False
+
+        def opened(shard=0):
+            return open_output(path, job=JOB, shard=shard, shards=shards, ordered=ordered, part_rows=2)
+
+        output = opened()
+        for what, detail in steps:
+            if what == "write":
+                new = [i for i in detail if i not in written]
+                output.write([expected(i) for i in new])
+                written |= set(new)
+            else:
+                output.close()
+                if what == "merge":
+                    merge(path)
+                    assert sorted(indices(path)) == sorted(written)
+                elif what == "reopen":
+                    shards, ordered = detail
+                elif suffix == ".jsonl":
+                    index, length = detail
+                    line = json.dumps(expected(index).to_dict(), ensure_ascii=False).encode()
+                    files = [path, *Path(f"{path}.parts").glob("*.jsonl")]
+                    with next(f for f in files[::-1] if f.exists()).open("ab") as file:
+                        file.write(line[:length])
+                # Another shard than before, as far as there is one.
+                output = opened(shard=len(written) % shards)
+                assert output.done == written
+        output.close()
+        merge(path)
+        results = list(read_results(path))
+        assert sorted(results, key=lambda r: r.index) == [expected(i) for i in sorted(written)]
+        assert not ordered or [r.index for r in results] == sorted(written)
+
+
+def test_lines_are_in_the_output_from_the_start(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with open_output(path, job=JOB) as output:
+        output.write([expected(5), expected(2)])
+        assert indices(path) == [5, 2]
+        output.write([expected(4)])
+        assert indices(path) == [5, 2, 4]
+    assert path.read_text("utf-8").count("Grüße") == 3
+    assert names(tmp_path) == ["out.jsonl", "out.jsonl.job.json"]
+
+
+def test_merging_one_shard_of_lines_leaves_the_file_alone(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, [5, 2])
+    before = path.stat()
+    merge(path)
+    assert path.stat().st_ino == before.st_ino
+    assert indices(path) == [5, 2]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_merging_again_changes_nothing(tmp_path, suffix):
+    path = tmp_path / f"out{suffix}"
+    write(path, [3, 1], shards=2, ordered=True)
+    write(path, [2, 0], shard=1, shards=2, ordered=True)
+    merge(path)
+    before = path.stat()
+    merge(path)
+    assert path.stat() == before
+    assert list(read_results(path)) == [expected(i) for i in range(4)]
+    assert names(tmp_path) == [f"out{suffix}", f"out{suffix}.job.json"]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_parts_that_a_killed_merge_left_behind_are_not_repeated(tmp_path, suffix):
+    path = tmp_path / f"out{suffix}"
+    write(path, [3, 1], shards=2)
+    parts = tmp_path / f"out{suffix}.parts"
+    saved = {file: file.read_bytes() for file in parts.iterdir()}
+    merge(path)
+    parts.mkdir()
+    for file, content in saved.items():
+        file.write_bytes(content)
+    with open_output(path, job=JOB, shards=2) as output:
+        assert output.done == {1, 3}
+    merge(path)
+    assert indices(path) == [3, 1]
+    assert not parts.exists()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_job_goes_on_with_other_numbers_of_shards(tmp_path, suffix):
+    path = tmp_path / f"out{suffix}"
+    done = set()
+    for shards in (1, 2, 3):
+        for shard in range(shards):
+            with open_output(path, job=JOB, shard=shard, shards=shards, ordered=True) as output:
+                assert output.done == done
+                new = max(done, default=-1) + 1
+                output.write([expected(new)])
+                done.add(new)
+    merge(path)
+    assert list(read_results(path)) == [expected(i) for i in range(6)]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_shard_that_starts_again_adds_to_what_it_wrote(tmp_path, suffix):
+    path = tmp_path / f"out{suffix}"
+    for index in range(3):
+        write(path, [index], shard=1, shards=2)
+    merge(path)
+    assert indices(path) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_job_without_rows_has_an_empty_output(tmp_path, suffix):
+    path = tmp_path / f"out{suffix}"
+    write(path, [], shards=2)
+    merge(path)
+    assert indices(path) == []
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_another_job_is_refused_with_what_differs_and_nothing_changes(tmp_path, suffix):
+    path = tmp_path / f"out{suffix}"
+    write(path, [1])
+    merge(path)
+    other = {"policy": "dsde", "settings": {"seed": 4, "temperature": 0.5, "top_k": 5}}
+    with pytest.raises(ValueError, match="overwrite") as refusal:
+        open_output(path, job=other)
+    assert "`settings.seed`: 3 there, 4 here" in str(refusal.value)
+    assert "`settings.top_k`: none there, 5 here" in str(refusal.value)
+    assert "temperature" not in str(refusal.value)
+    assert indices(path) == [1]
+    with open_output(path, job=other, overwrite=True) as output:
+        assert output.done == set()
+    merge(path)
+    assert indices(path) == []
+
+
+def test_a_job_is_compared_as_json_holds_it(tmp_path):
+    path = tmp_path / "out.jsonl"
+    for job in ({"a": (1, 2), "b": 1}, {"b": 1.0, "a": [1, 2]}):
+        open_output(path, job=job).close()
+    with pytest.raises(ValueError, match="`b`: 1 there, True here"):
+        open_output(path, job={"a": [1, 2], "b": True})
+
+
+@pytest.mark.parametrize(
+    ("job", "error"), [({"a": float("nan")}, ValueError), ({"a": object()}, TypeError), ([1], TypeError)]
+)
+def test_a_job_that_json_cannot_hold_is_refused(tmp_path, job, error):
+    with pytest.raises(error, match="`job` is"):
+        open_output(tmp_path / "out.jsonl", job=job)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["out.json", "out.csv", "out", "out.jsonl.gz"])
+def test_other_formats_are_refused_with_what_is_accepted(tmp_path, name):
+    with pytest.raises(ValueError, match=r"\.jsonl, \.ndjson, \.parquet"):
+        open_output(tmp_path / name, job=JOB)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_file_of_unknown_origin_is_not_touched(tmp_path, suffix):
+    path = tmp_path / f"out{suffix}"
+    path.write_bytes(b"precious")
+    with pytest.raises(FileExistsError, match="not known to belong to this job"):
+        open_output(path, job=JOB)
+    assert path.read_bytes() == b"precious"
+    assert names(tmp_path) == [path.name]
+
+
+def test_strange_files_among_the_parts_stay(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, [1], shards=2)
+    mine = tmp_path / "out.jsonl.parts" / "notes.jsonl"
+    mine.write_text("mine")
+    merge(path)
+    assert names(mine.parent) == ["notes.jsonl"]
+    remove_output(path)
+    assert names(tmp_path) == ["out.jsonl.parts"]
+
+
+def test_overwriting_by_several_shards_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="remove_output"):
+        open_output(tmp_path / "out.jsonl", job=JOB, shards=2, overwrite=True)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_row_that_was_written_is_not_taken_again(tmp_path, suffix, waits):
+    path = tmp_path / f"out{suffix}"
+    with open_output(path, job=JOB) as output:
+        output.write([expected(1)])
+        if not waits:
+            output.flush()
+        for rows in ([2, 1], [3, 3]):
+            with pytest.raises(ValueError, match="write each row once"):
+                output.write([expected(i) for i in rows])
+    merge(path)
+    assert indices(path) == [1]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_closed_output_takes_nothing(tmp_path, suffix):
+    output = open_output(tmp_path / f"out{suffix}", job=JOB)
+    output.close()
+    output.close()
+    with pytest.raises(ValueError, match="closed"):
+        output.write([expected(1)])
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_an_output_that_is_open_is_neither_opened_nor_merged_nor_removed(tmp_path, suffix):
+    path = tmp_path / f"out{suffix}"
+    with open_output(path, job=JOB, shards=2) as output:
+        output.write([expected(1)])
+        for blocked in (
+            lambda: open_output(path, job=JOB, shards=2),
+            lambda: open_output(path, job=JOB),
+            lambda: merge(path),
+            lambda: remove_output(path),
+        ):
+            with pytest.raises(RuntimeError, match="is locked"):
+                blocked()
+        write(path, [2], shard=1, shards=2)
+    merge(path)
+    assert indices(path) == [1, 2]
+
+
+def test_a_torn_last_line_is_cut_off_and_not_read(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, [1])
+    whole = path.read_bytes()
+    for tail in (b'{"index": 2', b'{"index": 2}', b"\0" * 9 + b"\n", b"[]\n", '{"index": 2, "text": "ß'.encode()[:-1]):
+        path.write_bytes(whole + tail)
+        assert indices(path) == [1]
+        with open_output(path, job=JOB) as output:
+            assert output.done == {1}
+        assert path.read_bytes() == whole
+
+
+def test_a_damaged_line_before_others_is_refused(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, [1, 2])
+    path.write_bytes(b"damage\n" + path.read_bytes())
+    with pytest.raises(ValueError, match="Line 1 of"):
+        open_output(path, job=JOB)
+    assert path.read_bytes().startswith(b"damage")
+
+
+def test_a_write_that_the_disk_refuses_leaves_no_half_line(tmp_path, monkeypatch):
+    path = tmp_path / "out.jsonl"
+    real = os.write
+
+    def full(descriptor, content):
+        monkeypatch.setattr(os, "write", refuse)
+        return real(descriptor, content[:20])
+
+    def refuse(descriptor, content):
+        raise OSError(28, "No space left on device")
+
+    with open_output(path, job=JOB) as output:
+        output.write([expected(1)])
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            output.write([expected(2)])
+        monkeypatch.setattr(os, "write", lambda descriptor, content: real(descriptor, content[:7]))
+        output.write([expected(2)])
+        assert output.done == {1, 2}
+    assert list(read_results(path)) == [expected(1), expected(2)]
+
+
+def recorded_calls(monkeypatch):
+    """What is told to the disk from now on, in order: the call, and the name of the file or folder."""
+    calls = []
+    real_fsync, real_replace, real_write = os.fsync, os.replace, os.write
+
+    def name(descriptor):
+        return Path(f"/proc/self/fd/{descriptor}").readlink().name
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(("fsync", name(fd))), real_fsync(fd))[1])
+    monkeypatch.setattr(os, "write", lambda fd, c: (calls.append(("write", name(fd))), real_write(fd, c))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(("replace", Path(b).name)), real_replace(a, b))[1])
+    return calls
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the names of open files")
+class TestWhatIsOnDisk:
+    def test_lines_are_when_write_returns(self, tmp_path, monkeypatch):
+        with open_output(tmp_path / "out.jsonl", job=JOB) as output:
+            calls = recorded_calls(monkeypatch)
+            output.write([expected(1), expected(2)])
+            assert calls == [("write", "out.jsonl"), ("fsync", "out.jsonl")]
+
+    def test_a_part_is_before_it_gets_its_name(self, tmp_path, monkeypatch):
+        with open_output(tmp_path / "out.parquet", job=JOB) as output:
+            calls = recorded_calls(monkeypatch)
+            output.write([expected(1)])
+            assert not calls
+            output.flush()
+        part = "shard-0-of-1-000000.parquet"
+        assert calls == [("fsync", "shard-0-of-1.tmp"), ("replace", part), ("fsync", "out.parquet.parts")]
+
+    @pytest.mark.parametrize("suffix", FORMATS)
+    def test_a_merged_file_is_before_it_gets_its_name(self, tmp_path, monkeypatch, suffix):
+        path = tmp_path / f"out{suffix}"
+        write(path, [1], shards=2)
+        calls = recorded_calls(monkeypatch)
+        merge(path)
+        assert calls == [("fsync", "merged.tmp"), ("replace", path.name), ("fsync", tmp_path.name)]
+
+
+def test_parts_are_made_of_so_many_rows_or_after_so_many_seconds(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(parquet_output.time, "monotonic", lambda: now)
+    with open_output(tmp_path / "out.parquet", job=JOB, part_rows=3, part_seconds=10) as output:
+        output.write([expected(0), expected(1)])
+        assert output.done == set()
+        output.write([expected(2)])
+        assert output.done == {0, 1, 2}
+        now = 200.0
+        output.write([expected(3)])
+        now = 209.0
+        output.write([expected(4)])
+        assert output.done == {0, 1, 2}
+        now = 210.0
+        output.write([expected(5)])
+        assert output.done == set(range(6))
+        output.write([expected(6)])
+    parts = names(tmp_path / "out.parquet.parts")
+    assert parts == [f"shard-0-of-1-{i:06d}.parquet" for i in range(3)]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_large_parquet_outputs_are_joined_in_pieces(tmp_path, monkeypatch, ordered):
+    monkeypatch.setattr(parquet_output, "ROW_GROUP", 10)
+    path = tmp_path / "out.parquet"
+    rows = [i * 37 % 101 for i in range(101)]
+    for start in range(0, 101, 25):
+        write(path, rows[start : start + 25], part_rows=7, ordered=ordered)
+        merge(path)
+    assert list(read_results(path)) == [expected(i) for i in (sorted(rows) if ordered else rows)]
+    with parquet_output.pq.ParquetFile(path) as file:
+        assert max(file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)) <= 10
+
+
+def test_sorting_lines_copies_them_as_they_are(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, [4, 0, 3], ordered=True)
+    lines = path.read_bytes().splitlines(keepends=True)
+    merge(path)
+    assert path.read_bytes().splitlines(keepends=True) == [lines[1], lines[2], lines[0]]
+    with open_output(path, job=JOB) as output:
+        assert output.done == {0, 3, 4}
+    merge(path)
+    assert indices(path) == [0, 3, 4]
+
+
+def test_other_tools_read_parquet(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / "out.parquet"
+    write(path, range(5), ordered=True)
+    merge(path)
+    frame = pandas.read_parquet(path)
+    assert frame["text"].isna().tolist() == [False, False, False, True, False]
+    assert frame["token_ids"][1].tolist() == expected(1).token_ids
+    rows = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert [RowResult.from_dict(row) for row in rows] == [expected(i) for i in range(5)]
+
+
+def test_an_all_none_column_keeps_its_type(tmp_path):
+    path = tmp_path / "out.parquet"
+    with open_output(path, job=JOB) as output:
+        output.write([RowResult(0, "a", None, LENGTH)])
+    merge(path)
+    with parquet_output.pq.ParquetFile(path) as file:
+        assert file.schema_arrow.equals(parquet_output.SCHEMA)
+
+
+def test_other_tools_read_lines(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / "out.jsonl"
+    write(path, range(5))
+    frame = pandas.read_json(path, lines=True)
+    assert frame["index"].tolist() == list(range(5))
+    assert frame["text"][2] == expected(2).text
+
+
+def test_reading_what_is_not_there_names_the_way_out(tmp_path):
+    path = tmp_path / "out.parquet"
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        read_results(path)
+    with pytest.raises(FileNotFoundError, match="no job has written there"):
+        merge(path)
+    write(path, [1])
+    with pytest.raises(FileNotFoundError, match="call `merge` first"):
+        read_results(path)
+
+
+def test_lines_that_are_numbered_and_whole_are_seen_as_such(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, [1, 2])
+    lines = list(jsonl_output.read_lines(path))
+    assert lines[0].start == 0
+    assert lines[1].start == lines[0].end
+    assert lines[1].end == path.stat().st_size
