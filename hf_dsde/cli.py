@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.rule import Rule
-from rich.text import Text
 
 from hf_dsde import demo, demo_view, pairs
+from hf_dsde.batch_cli import generate_command
 from hf_dsde.bench_cli import bench_command, bench_prompts_command, bench_show_command
-from hf_dsde.cli_options import DeviceOption, DraftOption, Dtype, ModelOption, lines_of, named_pair, progress
+from hf_dsde.cli_options import DeviceOption, Dtype, progress
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.integration import enable
 from hf_dsde.policies import available_policies
 from hf_dsde.profile_cli import profile_command
 from hf_dsde.replay_cli import replay_command
-from hf_dsde.statistics import SpeculationStatistics
 from hf_dsde.trace_cli import trace_command
 
 app = typer.Typer(
@@ -87,65 +83,13 @@ def demo_command(
         raise typer.Exit(1)
 
 
-@app.command("generate")
-def generate_command(
-    device: DeviceOption,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Repeat for several.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", exists=True, dir_okay=False, help="More prompts, one per line.")
-    ] = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    policy: PolicyOption = "dsde",
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts per call.")] = 8,
-    max_new_tokens: NewTokensOption = 256,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Precision of both models.")] = Dtype.BFLOAT16,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the best token; more samples.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-) -> None:
-    """Answer prompts in batches and print the texts with a summary of the speculation."""
-    console = Console()
-    prompts = _read_prompts(prompt, file)
-    pair = named_pair(model, draft, dtype.torch, torch.device(device))
-    enable(pair.target)
-    torch.manual_seed(seed)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
-    parts: list[SpeculationStatistics] = []
-    for batch in _batches(prompts, batch_size):
-        inputs = demo.encode(pair.tokenizer, batch).to(device)
-        output, _ = demo.generate_once(
-            pair, inputs, SpeculationConfig(policy), max_new_tokens=max_new_tokens, **sampling
-        )
-        answers = output.sequences[:, inputs["input_ids"].shape[1] :]
-        for text, answer in zip(batch, pair.tokenizer.batch_decode(answers, skip_special_tokens=True), strict=True):
-            console.print(Rule(Text(text, overflow="ellipsis", no_wrap=True), align="left"))
-            console.print(Text(answer.strip()))
-        parts.append(output.speculation_statistics)
-    console.print()
-    console.print(SpeculationStatistics.merge(parts))
-
-
 app.command("bench")(bench_command)
 app.command("bench-prompts")(bench_prompts_command)
 app.command("bench-show")(bench_show_command)
+app.command("generate")(generate_command)
 app.command("profile")(profile_command)
 app.command("replay")(replay_command)
 app.command("trace")(trace_command)
-
-
-def _read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
-    """Prompts of the options, then the lines of the file that are not blank."""
-    prompts = [text for text in given or [] if text.strip()] + ([] if file is None else lines_of(file))
-    if not prompts:
-        raise typer.BadParameter("there is no prompt; give --prompt TEXT or --file FILE with one prompt per line")
-    return prompts
-
-
-def _batches(prompts: list[str], size: int) -> Iterator[list[str]]:
-    for start in range(0, len(prompts), size):
-        yield prompts[start : start + size]
 
 
 def _write_json(path: Path, result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A late answer to "does any row still draft?" costs a draft step at most, and never shows in the output."""
+"""Drafting ends behind the step at which no row drafts on; how the host learns of it never shows in the output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.slow
 INPUTS = ragged_batch(random_lengths(6))
 NEW_TOKENS = 40
 STOPPING = ["confidence", "svip", "adaedl"]
-LAGS = [0, 1]
 
 
 class PlannedStops(StoppingPolicy):
@@ -78,70 +77,62 @@ def counted_passes(model: PreTrainedModel) -> Iterator[list[int]]:
         hook.remove()
 
 
-def generate(lag: int, policy: str | StoppingPolicy, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
-    monkeypatch.setattr(drafting, "STOP_LAG", lag)
+def generate(policy: str | StoppingPolicy, **arguments: Any) -> Any:
     target, draft = pair()
     return speculative(target, draft, INPUTS, policy, QUIET, max_new_tokens=NEW_TOKENS, **arguments)
 
 
 class TestAnswers:
-    @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=4), max_size=12), st.integers(0, 4))
-    def test_an_answer_is_about_the_step_so_many_questions_ago(self, steps: list[list[bool]], lag: int) -> None:
-        flag = StopFlag(lag)
-        answers = []
+    @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=4), max_size=12))
+    def test_an_answer_is_about_the_step_asked_about(self, steps: list[list[bool]]) -> None:
+        flag = StopFlag()
         for drafting_rows in steps:
             flag.ask(torch.tensor(drafting_rows))
-            answers.append(flag.nobody_drafts())
-        known = [not any(rows) for rows in steps]
-        assert answers == ([False] * lag + known)[: len(steps)]
+            assert flag.nobody_drafts() == (not any(drafting_rows))
+
+    def test_without_a_question_drafting_goes_on(self) -> None:
+        flag = StopFlag()
+        assert not flag.nobody_drafts()
+        flag.ask(torch.zeros(2, dtype=torch.bool))
+        assert flag.nobody_drafts()
+        assert not flag.nobody_drafts()
 
     def test_a_question_is_about_the_rows_as_they_were(self) -> None:
         rows = torch.tensor([True, False])
-        flag = StopFlag(1)
+        flag = StopFlag()
         flag.ask(rows)
         rows.zero_()
-        flag.ask(rows)
         assert not flag.nobody_drafts()
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("lag", [0, 1])
-    def test_answers_of_a_busy_device_are_right(self, lag: int) -> None:
+    def test_answers_of_a_busy_device_are_right(self) -> None:
         device = torch.device("cuda", 0)
-        flag = StopFlag(lag)
+        flag = StopFlag()
         work = torch.randn(2048, 2048, device=device)
-        known, answers = [], []
         for step in range(40):
             work = (work @ work).clamp_(-1, 1)
             rows = torch.zeros(8, dtype=torch.bool, device=device)
             rows[step % 8] = step % 3 != 0
             flag.ask(rows & work.isfinite().all())
-            known.append(step % 3 == 0)
-            answers.append(flag.nobody_drafts())
-        assert answers == ([False] * lag + known)[:40]
+            assert flag.nobody_drafts() == (step % 3 == 0)
 
 
-@pytest.mark.parametrize("lag", LAGS)
 class TestCalls:
     @pytest.mark.parametrize("policy", [*STOPPING, "random", "planned"])
-    def test_greedy_text_is_that_of_plain_decoding(
-        self, policy: str, lag: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_greedy_text_is_that_of_plain_decoding(self, policy: str) -> None:
         made = {"random": RandomLengths(stop_probability=0.4), "planned": PlannedStops()}
-        output = generate(lag, made.get(policy, policy), monkeypatch)
+        output = generate(made.get(policy, policy))
         assert_same_text(output, plain(pair()[0], INPUTS, max_new_tokens=NEW_TOKENS))
 
-    def test_processors_that_look_at_the_text_see_it(self, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_processors_that_look_at_the_text_see_it(self) -> None:
         options = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-        output = generate(lag, PlannedStops(), monkeypatch, **options)
+        output = generate(PlannedStops(), **options)
         assert_same_text(output, plain(pair()[0], INPUTS, max_new_tokens=NEW_TOKENS, **options))
 
     @pytest.mark.parametrize("do_sample", [False, True])
-    def test_rows_draft_what_the_policy_lets_them(
-        self, do_sample: bool, lag: int, proposals: list[CandidateBatch], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Lengths do not depend on when the host learns of them."""
+    def test_rows_draft_what_the_policy_lets_them(self, do_sample: bool, proposals: list[CandidateBatch]) -> None:
         torch.manual_seed(0)
-        output = generate(lag, PlannedStops(), monkeypatch, do_sample=do_sample)
+        output = generate(PlannedStops(), do_sample=do_sample)
         rounds = output.speculation_statistics.rounds
         assert len(proposals) == sum(entry.draft_steps > 0 for entry in rounds)
         for number, candidates in enumerate(proposals[:4]):  # before any row comes near its limit
@@ -155,46 +146,27 @@ class TestCalls:
         self,
         do_sample: bool,
         policy: str,
-        lag: int,
         proposals: list[CandidateBatch],
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         torch.manual_seed(1)
         made = {"random": RandomLengths(stop_probability=0.4), "planned": PlannedStops()}
         with counted_passes(pair()[1]) as widths:
-            output = generate(lag, made.get(policy, policy), monkeypatch, do_sample=do_sample)
+            output = generate(made.get(policy, policy), do_sample=do_sample)
         assert proposals
         # One more pass stores the prompts.
         assert sum(candidates.steps for candidates in proposals) == len(widths) - 1
         assert output.speculation_statistics.draft_steps == len(widths) - 1
         for candidates in proposals:
             assert candidates.width == int(candidates.lengths.max())
-            assert candidates.width <= candidates.steps <= candidates.width + lag
+            assert candidates.steps == candidates.width
             for stacked in (candidates.probs, candidates.logits, candidates.entropy, candidates.confidence):
                 assert stacked is None or stacked.shape[1] == candidates.width
             assert (candidates.probs is not None) == do_sample
 
 
-@pytest.mark.parametrize("policy", [*STOPPING, "planned"])
-def test_a_lag_of_one_costs_a_draft_step_a_round_at_most(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round by round: greedy rounds draft the same tokens whatever the lag."""
-    made = PlannedStops() if policy == "planned" else policy
-    rounds = [generate(lag, made, monkeypatch).speculation_statistics.rounds for lag in (0, 1)]
-    assert len(rounds[0]) == len(rounds[1])
-    extra = [late.draft_steps - prompt.draft_steps for prompt, late in zip(*rounds, strict=True)]
-    assert set(extra) <= {0, 1}
-    assert 1 in extra or policy != "planned"
-    for prompt, late in zip(*rounds, strict=True):
-        assert (prompt.drafted, prompt.accepted, prompt.emitted) == (late.drafted, late.accepted, late.emitted)
-        assert prompt.pass_width == late.pass_width
-
-
-@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("stop_behind", [[1] * 6, [5] * 6, [6] * 6, [5, 1, 1, 5, 2, 3], [4] * 6], ids=str)
-def test_every_row_may_stop_behind_the_same_token(
-    stop_behind: Sequence[int], lag: int, proposals: list[CandidateBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first token, the last but one, and the last have nothing behind them that an answer could be late for."""
+def test_every_row_may_stop_behind_the_same_token(stop_behind: Sequence[int], proposals: list[CandidateBatch]) -> None:
+    """Behind the first token, the last but one, and the last."""
 
     class SameStops(PlannedStops):
         def draft_lengths(self) -> torch.Tensor:
@@ -202,11 +174,11 @@ def test_every_row_may_stop_behind_the_same_token(
             self._stops = torch.tensor(stop_behind)
             return longest
 
-    generate(lag, SameStops(), monkeypatch)
+    generate(SameStops())
     first = proposals[0]
     assert first.lengths.tolist() == list(stop_behind)
     assert first.width == max(stop_behind)
-    assert first.steps == min(max(stop_behind) + lag, 6)
+    assert first.steps == max(stop_behind)
 
 
 def test_a_policy_that_fixes_lengths_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,5 +186,5 @@ def test_a_policy_that_fixes_lengths_is_never_asked(monkeypatch: pytest.MonkeyPa
         raise AssertionError("nobody stops inside a round")
 
     monkeypatch.setattr(StopFlag, "ask", refuse)
-    output = generate(0, hf_dsde.StaticPolicy(4), monkeypatch)
+    output = generate(hf_dsde.StaticPolicy(4))
     assert output.speculation_statistics.draft_steps > 0

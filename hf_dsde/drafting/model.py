@@ -33,8 +33,6 @@ everything else leaves a distribution, and no NaN."""
 RECORDED_WIDTHS = (1, 2, 8, 32, 64)
 """A draft is fed one token per row, two behind a proposal, and more only when rounds without drafts lie behind it: any
 number, which shall not be another pass to record."""
-STOP_LAG = 0
-"""Draft steps by which the host learns late that no row drafts on."""
 
 
 @dataclass
@@ -46,11 +44,9 @@ class _Proposal:
     logits: list[Tensor] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)
-    passes: int = 0
 
     def add(self, step: DraftStep, probs: Tensor | None, signals_needed: frozenset[Signal]) -> None:
         """Keep a step's tokens, the law they were drawn from, and the signals somebody asked for."""
-        self.passes += 1
         self.tokens.append(step.tokens)
         if probs is not None:
             self.probs.append(probs)
@@ -60,11 +56,6 @@ class _Proposal:
             self.entropy.append(step.entropy)
         if Signal.CONFIDENCE in signals_needed:
             self.confidence.append(step.confidence)
-
-    def drop_last(self, count: int) -> None:
-        """Forget steps in which no row drafted."""
-        for steps in (self.tokens, self.probs, self.logits, self.entropy, self.confidence):
-            del steps[len(steps) - count :]
 
 
 class ModelDrafter(Drafter):
@@ -162,7 +153,7 @@ class ModelDrafter(Drafter):
         proposal = _Proposal()
         logits = self._catch_up(sequences, request)
         ends = sequences.lengths.to(self._device)
-        flag = StopFlag(STOP_LAG)
+        flag = StopFlag()
         following: Callable[[], Tensor] | None = None
         for position in range(request.width):
             if following is not None:
@@ -178,13 +169,12 @@ class ModelDrafter(Drafter):
             drafting = drafting & (lengths > position + 1)
             if policy.stops_inside_round:
                 drafting = self._ask(policy, step, drafting, sequences.device)
-                if position + 1 < request.width or STOP_LAG > 0:
+                if position + 1 < request.width:
                     flag.ask(drafting)
             if position + 1 < request.width:
                 # Ready before the host waits for the answer, so that the device gets it at once if it is yes.
                 following = self._stage(sequences, ends, tokens, position + 1, drafting)
-            if policy.stops_inside_round and flag.nobody_drafts():
-                proposal.drop_last(STOP_LAG)
+            if flag.nobody_drafts():
                 break
         candidates = self._candidates(proposal, drafted, sequences.device)
         sequences.write_behind(candidates.tokens)
@@ -267,7 +257,7 @@ class ModelDrafter(Drafter):
             tokens=tokens,
             lengths=drafted.to(device),
             probs=stacked(proposal.probs),
-            steps=proposal.passes,
+            steps=len(proposal.tokens),
             logits=stacked(proposal.logits),
             entropy=stacked(proposal.entropy),
             confidence=stacked(proposal.confidence),

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 from torch import Tensor
 
 
 class StopFlag:
-    """Answers whether any row still drafted, `lag` draft steps ago.
+    """Answers whether any row drafts on, once per question.
 
-    Without lag the host waits for the step it has just launched, and the device then waits for the host. With a lag of
-    one the next step is launched before the answer is looked at: nobody waits, but one step too many is made when the
-    answer is no. Both are exact, as the number of tokens that each row drafted is counted on the device.
-
-    Args:
-        lag: Steps between a question and its answer.
+    The host waits for each answer, 0.28 ms of a draft step of 1.95 ms (a draft of 1B on an H100). Looking at it one
+    step late would spare that, and cost a whole step whenever the answer is no: more, unless rounds draft six tokens.
     """
 
-    def __init__(self, lag: int) -> None:
-        self._lag = lag
-        self._asked: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+    def __init__(self) -> None:
+        self._answer: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
 
     def ask(self, drafting: Tensor) -> None:
         """Ask about the rows that draft on behind this step, `[rows]`, bool."""
-        answer = drafting.any()
-        if answer.device.type != "cuda":
-            self._asked.append((answer, None))
-            return
-        copied = answer.to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(answer.device))
-        self._asked.append((copied, event))
+        self._answer = drafting.any()
+        if self._answer.device.type == "cuda":
+            self._answer = self._answer.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(drafting.device))
 
     def nobody_drafts(self) -> bool:
-        """Say whether no row drafted on behind the step asked about `lag` questions ago; False when that is not yet."""
-        if len(self._asked) <= self._lag:
+        """Say whether no row drafts on behind the step asked about last; False when nothing was asked."""
+        answer, self._answer = self._answer, None
+        if answer is None:
             return False
-        answer, event = self._asked.popleft()
-        if event is not None:
-            event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         return not bool(answer)

@@ -1,0 +1,76 @@
+"""How results of batch inference look: a text in a terminal, a line of JSON in a pipe, and the counts of a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from hf_dsde.batch.job_statistics import JobStatistics
+from hf_dsde.batch.requests import PROMPT_COLUMNS
+from hf_dsde.batch.results import RowResult
+
+
+def result_view(result: RowResult, row: Any, column: str | None) -> RenderableType:
+    """A result below its prompt.
+
+    Args:
+        result: What became of the row.
+        row: The row as it was read.
+        column: The column that holds the prompts, if one was named.
+    """
+    title = Text(f"row {result.index}: {_shown(row, column)}", overflow="ellipsis", no_wrap=True)
+    if result.error is not None:
+        return Group(Rule(title, align="left"), Text(f"error: {result.error}", style="red"))
+    return Group(Rule(title, align="left"), Text((result.text or "").strip()))
+
+
+def result_line(result: RowResult) -> bytes:
+    """A result as a line of JSON in UTF-8, without the line's end."""
+    return json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False).encode()
+
+
+def summary(statistics: JobStatistics, seconds: float, policy: str) -> Table:
+    """Counts and ratios of a job.
+
+    Args:
+        statistics: What was counted.
+        seconds: How long it took.
+        policy: Name of the policy.
+    """
+    table = Table(title=f"Speculation, policy '{policy}'", show_header=False)
+    speed = statistics.new_tokens / seconds if seconds else float("nan")
+    for name, value in (
+        ("texts", f"{statistics.texts:,}"),
+        ("prompt tokens", f"{statistics.prompt_tokens:,}"),
+        ("new tokens", f"{statistics.new_tokens:,}"),
+        ("new tokens per second", f"{speed:,.1f}"),
+        ("block efficiency", f"{statistics.block_efficiency:.2f}"),
+        ("acceptance rate", f"{statistics.acceptance_rate:.1%}"),
+        ("mean draft length", f"{statistics.mean_draft_length:.2f}"),
+        ("idle rows, share of rounds", f"{statistics.idle_share:.1%}"),
+    ):
+        table.add_row(name, "-" if value.startswith("nan") else value)
+    return table
+
+
+def print_errors(console: Console, statistics: JobStatistics) -> None:
+    """Say how many rows gave no text, if there are any."""
+    if statistics.failed:
+        rows = "1 row" if statistics.failed == 1 else f"{statistics.failed:,} rows"
+        console.print(f"{rows} in error: no text, and the reason in the result's field error", style="yellow")
+
+
+def _shown(row: Any, column: str | None) -> str:
+    """A row's prompt on one line, as far as it is text."""
+    if isinstance(row, Mapping):
+        names = PROMPT_COLUMNS if column is None else (column,)
+        row = next((row[name] for name in names if row.get(name) is not None), None)
+    if isinstance(row, list) and row and isinstance(row[-1], Mapping):
+        row = row[-1].get("content")
+    return " ".join(row.split()) if isinstance(row, str) else ""
