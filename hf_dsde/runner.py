@@ -80,8 +80,8 @@ class BlockBuffers:
         self.masks: dict[str, Tensor] = {}
         self._last_columns: dict[int, Tensor] = {}
 
-    def last_columns(self, count: int) -> int | Tensor:
-        """Return what `logits_to_keep` has to be for the last `count` columns.
+    def last_columns(self, count: int, device: torch.device) -> int | Tensor:
+        """Return what `logits_to_keep` has to be for the last `count` columns, on the device of the model's head.
 
         A number would make the model slice its hidden states, and a slice is not contiguous: torch then multiplies it
         with the head as a batch, for which it copies the head's weights once per row. An index makes a small copy.
@@ -90,7 +90,7 @@ class BlockBuffers:
         if count == width:
             return 0
         if count not in self._last_columns:
-            self._last_columns[count] = torch.arange(width - count, width, device=self.tokens.device)
+            self._last_columns[count] = torch.arange(width - count, width, device=device)
         return self._last_columns[count]
 
     def fill(self, tokens: Tensor, positions: Tensor) -> None:
@@ -130,6 +130,10 @@ class ModelRunner(ABC):
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
         self._buffers: dict[int, BlockBuffers] = {}
+        # The last device of a model that lies on several; none that computes where the head is moved in when needed.
+        self._head_device = model.get_output_embeddings().weight.device
+        if self._head_device.type == "meta":
+            self._head_device = torch.device("cpu")
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -330,7 +334,7 @@ class EagerRunner(ModelRunner):
         masks = buffers.masks
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
-            arguments["logits_to_keep"] = buffers.last_columns(keep)
+            arguments["logits_to_keep"] = buffers.last_columns(keep, self._head_device)
         output = (forward or self.model)(
             input_ids=buffers.tokens,
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),

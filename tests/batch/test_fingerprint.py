@@ -354,7 +354,8 @@ def test_map_reuses_results_of_the_same_generator_in_a_fresh_process_and_of_no_o
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("bound", [False, True])
-def test_map_in_several_processes_is_refused_with_a_way_out(generators, bound):
+def test_map_in_several_processes_is_refused_with_a_way_out(generators, bound, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ)  # `map` puts a copy in its place, and leaves it there
     generator = generators.Shouting("!")
     with pytest.raises(RuntimeError, match=r"pickled `Shouting`.*without `num_proc`.*`accelerate launch`"):
         _rows().map(generator.chat if bound else generator, batched=True, num_proc=2)

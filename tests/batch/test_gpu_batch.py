@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, VOCABULARY, noisy_copy, ragged_batch, tiny_mod
 from tiny_text import tiny_tokenizer
 from transformers import PreTrainedModel
 
-from hf_dsde import BatchGenerator, BatchSizeWarning, RunnerWarning
+from hf_dsde import BatchGenerator, BatchSizeWarning, RunnerWarning, release_memory
 from hf_dsde.fused.decoder import why_not_fused
 from hf_dsde.graph_runner import GraphRunner
 from hf_dsde.memory import cache_bytes
@@ -89,6 +89,8 @@ def test_prompts_of_refilled_rows_are_stored_by_recorded_passes(family: str, mon
 
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = pair()
+    for model in (target, draft):
+        release_memory(model)  # what other tests left fits already
     room = 3 * cache_bytes(target, 1, 512)
     monkeypatch.setattr("hf_dsde.memory.free_bytes", lambda device: room)
     made = generator((target, draft), cache_budget=10**12)

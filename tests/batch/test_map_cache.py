@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import datasets
@@ -149,7 +150,8 @@ def test_a_stream_of_rows_can_be_mapped(saved):
     assert list(stream.map(generator(), batched=True, batch_size=2)) == whole.to_list()
 
 
-def test_several_processes_are_refused_with_the_way_out(saved):
+def test_several_processes_are_refused_with_the_way_out(saved, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ)  # `map` puts a copy in its place, and leaves it there
     data = datasets.load_from_disk(saved)
     with pytest.raises(Exception, match=r"Call `Dataset.map` without `num_proc`.*accelerate launch"):
         data.map(generator(), batched=True, num_proc=2)
