@@ -8,25 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import torch
 import typer
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dsde import pairs
 from hf_dsde.argument_checks import check_number
 from hf_dsde.batch.generator import BatchGenerator, RowError
-from hf_dsde.batch.input_rows import STANDARD_INPUT, input_identity, read_rows
+from hf_dsde.batch.input_rows import STANDARD_INPUT, read_rows
 from hf_dsde.batch.job import InputRows, process_state
 from hf_dsde.batch.output_files import OutputPaths
 from hf_dsde.batch.progress import JobProgress
+from hf_dsde.batch_cli_rows import input_of
 from hf_dsde.batch_view import print_errors, result_line, result_view, summary
 from hf_dsde.cli_options import DeviceOption, Dtype, ModelOption, named_pair
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.drafting.layer_draft import load_draft
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -216,7 +215,7 @@ def generate_command(
             **sampling,
         )
     asks = bool(prompt and pair.tokenizer.chat_template) if chat is None else chat
-    rows = _rows(source, prompt, column, lines, asks=asks, whole=output is not None and not dry_run)
+    rows = input_of(source, prompt, column, lines.value, asks=asks, whole=output is not None and not dry_run)
     is_main = state is None or state.is_main_process
     if dry_run:
         if is_main:
@@ -225,64 +224,6 @@ def generate_command(
         _stream(generator, rows, column, ordered, progress, speculation.policy)
     else:
         _run_job(generator, rows, output, ordered, overwrite, progress, speculation.policy, state)
-
-
-class AskedRows:
-    """Rows of a file whose plain texts are messages of a user.
-
-    Args:
-        path: The file.
-        column: The column that holds the prompts, if one was named.
-    """
-
-    def __init__(self, path: str, column: str | None) -> None:
-        self._path, self._column = path, column
-
-    @property
-    def _fingerprint(self) -> dict[str, Any]:
-        """What a job knows its input by, as data sets have it."""
-        return {"asked": True, **input_identity(self._path)}
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(_asked, read_rows(self._path, self._column))
-
-
-def _asked(row: Any) -> Any:
-    return [{"role": "user", "content": row}] if isinstance(row, str) else row
-
-
-def _rows(
-    source: str | None, prompts: list[str] | None, column: str | None, lines: Lines, *, asks: bool, whole: bool
-) -> Any:
-    """The input as `BatchGenerator.run` takes it; None if there is none.
-
-    Args:
-        source: Path, or `-`.
-        prompts: The input itself, in its place.
-        column: Column of the prompts.
-        lines: What lines of standard input are.
-        asks: Whether plain texts become messages.
-        whole: Whether standard input is read to its end, so that a job can tell it from another.
-    """
-    if source is None:
-        return [_asked(text) if asks else text for text in prompts] if prompts else None
-    if source != STANDARD_INPUT:
-        return AskedRows(source, column) if asks else Path(source)
-    rows = read_rows(_standard_input(), column, lines=lines.value)
-    if asks:
-        rows = map(_asked, rows)
-    return list(rows) if whole else rows
-
-
-def _standard_input() -> BinaryIO:
-    """Standard input, in an object of its own.
-
-    A thread may wait for it when Ctrl-C ends the process, and Python aborts at its exit if that is `sys.stdin` itself.
-    """
-    try:
-        return open(sys.stdin.fileno(), "rb", closefd=False)
-    except OSError:
-        return sys.stdin.buffer
 
 
 def _check_input(source: str | None, prompts: list[str] | None, column: str | None, dry_run: bool) -> None:
@@ -361,12 +302,7 @@ def _load_pair(
     if model is None or draft is None:
         raise typer.BadParameter("--device-map needs --model and --assistant-model; the packaged pair fits one device")
     with _usage_errors((OSError,)):
-        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map).eval()
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        if pairs._is_layer_draft(draft):
-            return pairs.Pair(target, load_draft(draft, target), tokenizer)
-        assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=dtype, device_map=device_map).eval()
-        return pairs.Pair(target, assistant, tokenizer)
+        return pairs.load_pair(model, draft, dtype, device, device_map)
 
 
 def _print_plan(generator: BatchGenerator, rows: Any) -> None:

@@ -50,29 +50,33 @@ def load_packaged_pair(dtype: torch.dtype, device: torch.device | str) -> Pair:
     return Pair(target, load_draft(shipped_draft_folder(), target), tokenizer)
 
 
-def load_pair(model: str, draft: str, dtype: torch.dtype, device: torch.device | str) -> Pair:
+def load_pair(
+    model: str, draft: str, dtype: torch.dtype, device: torch.device | str, device_map: str | None = None
+) -> Pair:
     """Load a target and a draft, each by folder or Hub id.
 
     Args:
         model: The target.
         draft: A complete model with the target's vocabulary, or what `save_draft` wrote for this target.
         dtype: Of both.
-        device: Of both.
+        device: Of both, unless there is a `device_map`.
+        device_map: Spreads each of them over devices, as `from_pretrained` does.
     """
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     if tokenizer.pad_token is None:
         # Padding is masked, so any token serves; the end token is the one that every tokenizer has.
         tokenizer.pad_token = tokenizer.eos_token
-    target = _load_model(model, dtype, device)
+    target = _load_model(model, dtype, device, device_map)
     if _is_layer_draft(draft):
         return Pair(target, load_draft(draft, target), tokenizer)
-    return Pair(target, _load_model(draft, dtype, device), tokenizer)
+    return Pair(target, _load_model(draft, dtype, device, device_map), tokenizer)
 
 
-def _load_model(name: str, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    # Through the base class: transformers wraps `to` in a way that loses its signature.
-    torch.nn.Module.to(model, device)
+def _load_model(name: str, dtype: torch.dtype, device: torch.device | str, device_map: str | None) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map)
+    if device_map is None:
+        # Through the base class: transformers wraps `to` in a way that loses its signature.
+        torch.nn.Module.to(model, device)
     return model.eval()
 
 
