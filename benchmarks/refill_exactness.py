@@ -27,7 +27,7 @@ from hf_dsde import BatchGenerator
 from hf_dsde.provenance import collect
 
 VOCABULARY = 512
-SAMPLED_EVERY = 25
+SAMPLED_EVERY = 5
 """Texts between two looks at the memory."""
 
 console = Console()
@@ -80,7 +80,7 @@ def run(generator: BatchGenerator, rows: list[dict[str, Any]]) -> dict[str, Any]
         "memory_mb": {
             "second_quarter_max": max(memory[quarter : 2 * quarter]),
             "last_quarter_max": max(memory[-quarter:]),
-            "every_25_texts": [round(value, 1) for value in memory],
+            "every_5_texts": [round(value, 1) for value in memory],
         },
     }
 

@@ -161,7 +161,8 @@ class BatchGenerator(Fingerprinted):
         """Yield the result of every row.
 
         Args:
-            prompts: Rows; read and tokenised some batches ahead, in a thread.
+            prompts: Rows; read and tokenised some batches ahead, in a thread. A row that is free waits for its prompt,
+                and the batch with it.
             ordered: Whether results come in the order of the rows. Otherwise they come as they finish.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ OWN_ARGUMENTS = {
     "attention_mask": "Prompts come with the data.",
 }
 """Arguments of `generate` that have no meaning, or another place, when rows are texts of their own."""
+STOP_CRITERIA_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ class Preparation:
         refusals.check_models(model, draft, packed_attention)
         refusals.check_tokenizers(model, draft, tokenizer, None)
         self._model = model
-        self._tokenizer = tokenizer
         self._arguments = {name: value for name, value in arguments.items() if name != "stop_strings"}
-        self._stop_criteria: dict[tuple[str, ...], StopStringCriteria] = {}
+        # Made of the whole vocabulary; data sets repeat a few sets of strings, or have one per row.
+        self._stop_criterion = lru_cache(STOP_CRITERIA_KEPT)(partial(_stop_criterion, tokenizer))
         prepared = self._ask([0], 1)
         self.config = _without_tensors(prepared.config)
         mode = GenerationMode.ASSISTED_GENERATION
@@ -129,10 +131,7 @@ class Preparation:
         """Return the criteria of one prompt beside end tokens and length."""
         criteria = StoppingCriteriaList(self._criteria)
         if request.stop_strings:
-            known = self._stop_criteria
-            if request.stop_strings not in known:
-                known[request.stop_strings] = StopStringCriteria(self._tokenizer, list(request.stop_strings))
-            criteria.append(known[request.stop_strings])
+            criteria.append(self._stop_criterion(request.stop_strings))
         return criteria
 
     def _ask(self, prompt: list[int] | tuple[int, ...], max_new_tokens: int) -> _Prepared:
@@ -147,6 +146,10 @@ class Preparation:
             **arguments,
         )
         return prepared
+
+
+def _stop_criterion(tokenizer: PreTrainedTokenizerBase, strings: tuple[str, ...]) -> StopStringCriteria:
+    return StopStringCriteria(tokenizer, list(strings))
 
 
 def _without_tensors(config: GenerationConfig) -> GenerationConfig:
