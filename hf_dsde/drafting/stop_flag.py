@@ -9,9 +9,9 @@ from torch import Tensor
 class StopFlag:
     """Answers whether any row drafts on, once per question.
 
-    The host waits for each answer. Waiting and the policy's arithmetic are 0.28 ms of a draft step of 1.95 ms (a draft of
-    1B on an H100). Looking at the answer one step late would spare that at most, and cost a whole step whenever it is
-    no: more, unless rounds draft six tokens.
+    The host waits for each answer. Waiting and the policy's arithmetic are 0.28 ms of a draft step of 1.95 ms (a draft
+    of 1B on an H100). Looking at the answer one step late would spare that at most, and cost a whole step whenever it
+    is no: more, unless rounds draft six tokens.
     """
 
     def __init__(self) -> None:
