@@ -56,8 +56,11 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	tests/replay \
 	$(patsubst %,tests/trace/test_%.py,position_signals prompts recording_memory schema summary writer) \
 	$(patsubst %,tests/bench/test_%.py,bench_view plots results workloads) \
+	$(patsubst %,tests/batch/test_%.py,input_rows output output_on_disk prefetch row_results) \
 	tests/fused/test_kernels.py \
-	$(patsubst %,tests/test_%.py,config graphs signals statistics timing transfers verification)
+	$(patsubst %,tests/test_%.py,config evaluate_modules graphs live_plots recorded_function signals statistics timing \
+	transfers verification)
+
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PYTEST) -m "not slow" $(addprefix --ignore=,$(WITHOUT_TRANSFORMERS)) \
 		$(PYTEST_ARGS)

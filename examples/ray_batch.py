@@ -113,6 +113,8 @@ def main(
     )
     write = results.write_parquet if output_format is OutputFormat.parquet else results.write_json
     write(str(output.absolute()))
+    del results  # the actors end with what refers to them, and all at once with Ray
+    ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -66,6 +66,17 @@ def attention_kinds(model: PreTrainedModel) -> list[LayerAttention]:
     return [LayerAttention(kind, windows[kind]) for kind in dict.fromkeys(compat.layer_types(config))]
 
 
+def head_device(model: PreTrainedModel) -> torch.device:
+    """Return where the logits are computed, which is another device than the first when layers lie on several.
+
+    The CPU where the head is moved in when needed and lies nowhere meanwhile: every device takes indices from there.
+    """
+    head: torch.nn.Module | None = model.get_output_embeddings()
+    weight = None if head is None else next(head.parameters(), None)
+    device = model.device if weight is None else weight.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 class BlockBuffers:
     """Static inputs of one (width, view) bucket: tokens, positions and one mask per kind of attention.
 
@@ -130,10 +141,7 @@ class ModelRunner(ABC):
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
         self._buffers: dict[int, BlockBuffers] = {}
-        # The last device of a model that lies on several; none that computes where the head is moved in when needed.
-        self._head_device = model.get_output_embeddings().weight.device
-        if self._head_device.type == "meta":
-            self._head_device = torch.device("cpu")
+        self._head_device = head_device(model)
 
     @property
     def recording_costs(self) -> RecordingCosts:

@@ -90,9 +90,7 @@ def compiled_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow), pytest.param("gpt2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_text_is_that_of_plain_decoding_and_each_shape_is_compiled_once(
     family: str, captures: list[RerunningCapture]
 ) -> None:

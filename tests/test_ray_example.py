@@ -50,6 +50,7 @@ def test_actors_generate_what_generate_gives_for_each_line_alone(tmp_path, outpu
     }
     command = [sys.executable, "examples/ray_batch.py", *(str(part) for option in options.items() for part in option)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    environment["RAY_worker_niceness"] = "0"  # else workers hardly run beside tests that keep the cores busy
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_dsde import attention
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.runner import WIDTH_BUCKETS, BlockBuffers, EagerRunner, attention_kinds, next_bucket
+from hf_dsde.runner import WIDTH_BUCKETS, BlockBuffers, EagerRunner, attention_kinds, head_device, next_bucket
 from hf_dsde.runners import create_runner
 from hf_dsde.sequences import SequenceBatch
 
@@ -225,3 +225,14 @@ def test_hybrid_models_have_a_mask_per_kind() -> None:
     assert kinds == {"sliding_attention": 8, "full_attention": None}
     assert [kind.window for kind in attention_kinds(tiny_model("mistral"))] == [8]
     assert [kind.window for kind in attention_kinds(tiny_model("llama"))] == [None]
+
+
+def test_columns_are_chosen_where_the_head_is() -> None:
+    """Layers may lie on several devices, and a head that is offloaded on none."""
+    model = tiny_model()
+    assert head_device(model) == torch.device("cpu")
+    model.lm_head = torch.nn.Sequential(torch.nn.Identity(), model.lm_head)  # as adapters wrap it: no weight of its own
+    assert head_device(model) == torch.device("cpu")
+    runner = runner_of(tiny_model().to("meta"))
+    assert runner.device.type == "meta"
+    assert BlockBuffers(3, 4, runner.device).last_columns(1, head_device(runner.model)).device.type == "cpu"
