@@ -29,7 +29,7 @@ PROMISES = {
         "Acceptance by draft position",
     ],
     "which_policy": [
-        "8 ways to decode, one text per row: all are equal.",
+        "7 ways to decode, one text per row: all are equal.",
         r"draft steps, round by round: \[\d",
         "predicted [0-9.]+ times plain decoding",
         "my-pair/speculation_config.json: policy 'batch_table'",
