@@ -97,6 +97,7 @@ def bench_command(
             show_default="generate",
         ),
     ] = None,
+    no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Compare policies with each other only.")] = False,
     reference: Annotated[
         list[str] | None,
         typer.Option("--reference", help="Methods to give ratios to.", show_default="all baselines, and static:0"),
@@ -131,7 +132,7 @@ def bench_command(
     torch_device = torch.device(device)
     torch_dtype = (dtype or (Dtype.FLOAT32 if torch_device.type == "cpu" else Dtype.BFLOAT16)).torch
     try:
-        methods = _methods(policy, runner, config, setting, baseline)
+        methods = _methods(policy, runner, config, setting, _baselines(baseline, none=no_baseline))
         options = SweepOptions(
             methods=methods,
             batches=tuple(batch or (1, 8)),
@@ -215,7 +216,7 @@ def _methods(
     runners: list[str] | None,
     config: Path | None,
     settings: list[str] | None,
-    baselines: list[str] | None,
+    baselines: list[str],
 ) -> tuple[Method, ...]:
     """Baselines first, then every policy with every runner; a policy that names its runner comes once."""
     base = None if config is None else SpeculationConfig.from_pretrained(config)
@@ -225,7 +226,13 @@ def _methods(
         for text in (policies if policies is not None else ["dsde"])
         for runner in (runners if runners and "@" not in text else [None])
     ]
-    return (*(parse_baseline(name) for name in (baselines if baselines is not None else ["generate"])), *ours)
+    return (*(parse_baseline(name) for name in baselines), *ours)
+
+
+def _baselines(names: list[str] | None, *, none: bool) -> list[str]:
+    if none and names:
+        raise ValueError(f"`--no-baseline` forbids what `--baseline` asks for: {', '.join(names)}")
+    return [] if none else names or ["generate"]
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -212,3 +212,13 @@ def test_prompts_are_written_for_other_machines(tmp_path, monkeypatch):
 
     monkeypatch.setattr(workloads, "collect_prompts", missing)
     assert "install it" in RUNNER.invoke(cli.app, ["bench-prompts", "--output", str(file)]).output
+
+
+def test_policies_may_be_compared_without_a_baseline(bench, tmp_path):
+    assert bench("--policy", "static:0", "--policy", "static:1", "--no-baseline").exit_code == 0
+    results = BenchResults.load(tmp_path / "results.json")
+    assert results.methods() == ["static:0", "static:1"]
+    assert results.references == ("static:0",)
+    both = bench("--no-baseline", "--baseline", "generate", output="other.json")
+    assert both.exit_code == 2
+    assert "--no-baseline" in both.output
