@@ -66,15 +66,16 @@ def attention_kinds(model: PreTrainedModel) -> list[LayerAttention]:
     return [LayerAttention(kind, windows[kind]) for kind in dict.fromkeys(compat.layer_types(config))]
 
 
-def head_device(model: PreTrainedModel) -> torch.device:
-    """Return where the logits are computed, which is another device than the first when layers lie on several.
+def index_device(model: PreTrainedModel) -> torch.device:
+    """Return where an index has to lie that chooses among the model's hidden states.
 
-    The CPU where the head is moved in when needed and lies nowhere meanwhile: every device takes indices from there.
+    The CPU for a model on several devices, or on none while it is offloaded: every device takes indices from there.
+    Those of the last layer decide, and neither the head (it may share its weights with the embeddings) nor the model
+    itself tells where that is.
     """
-    head: torch.nn.Module | None = model.get_output_embeddings()
-    weight = None if head is None else next(head.parameters(), None)
-    device = model.device if weight is None else weight.device
-    return torch.device("cpu") if device.type == "meta" else device
+    devices = {parameter.device for parameter in model.parameters()}
+    device = devices.pop()
+    return torch.device("cpu") if devices or device.type == "meta" else device
 
 
 class BlockBuffers:
@@ -92,7 +93,7 @@ class BlockBuffers:
         self._last_columns: dict[int, Tensor] = {}
 
     def last_columns(self, count: int, device: torch.device) -> int | Tensor:
-        """Return what `logits_to_keep` has to be for the last `count` columns, on the device of the model's head.
+        """Return what `logits_to_keep` has to be for the last `count` columns, as an index on a device.
 
         A number would make the model slice its hidden states, and a slice is not contiguous: torch then multiplies it
         with the head as a batch, for which it copies the head's weights once per row. An index makes a small copy.
@@ -141,7 +142,7 @@ class ModelRunner(ABC):
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
         self._buffers: dict[int, BlockBuffers] = {}
-        self._head_device = head_device(model)
+        self._index_device = index_device(model)
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -342,7 +343,7 @@ class EagerRunner(ModelRunner):
         masks = buffers.masks
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
-            arguments["logits_to_keep"] = buffers.last_columns(keep, self._head_device)
+            arguments["logits_to_keep"] = buffers.last_columns(keep, self._index_device)
         output = (forward or self.model)(
             input_ids=buffers.tokens,
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),

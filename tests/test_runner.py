@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_dsde import attention
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.runner import WIDTH_BUCKETS, BlockBuffers, EagerRunner, attention_kinds, head_device, next_bucket
+from hf_dsde.runner import WIDTH_BUCKETS, BlockBuffers, EagerRunner, attention_kinds, index_device, next_bucket
 from hf_dsde.runners import create_runner
 from hf_dsde.sequences import SequenceBatch
 
@@ -227,12 +228,17 @@ def test_hybrid_models_have_a_mask_per_kind() -> None:
     assert [kind.window for kind in attention_kinds(tiny_model("llama"))] == [None]
 
 
-def test_columns_are_chosen_where_the_head_is() -> None:
-    """Layers may lie on several devices, and a head that is offloaded on none."""
-    model = tiny_model()
-    assert head_device(model) == torch.device("cpu")
-    model.lm_head = torch.nn.Sequential(torch.nn.Identity(), model.lm_head)  # as adapters wrap it: no weight of its own
-    assert head_device(model) == torch.device("cpu")
-    runner = runner_of(tiny_model().to("meta"))
-    assert runner.device.type == "meta"
-    assert BlockBuffers(3, 4, runner.device).last_columns(1, head_device(runner.model)).device.type == "cpu"
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [(["cuda:1", "cuda:1"], "cuda:1"), (["cuda:0", "cuda:1"], "cpu"), (["meta", "meta"], "cpu"), (["cpu"], "cpu")],
+)
+def test_columns_are_chosen_where_every_layer_can_read_the_choice(places: list[str], expected: str) -> None:
+    """Layers may lie on several devices, and those that are offloaded on none."""
+    parameters = [SimpleNamespace(device=torch.device(place)) for place in places]
+    assert index_device(SimpleNamespace(parameters=lambda: parameters)) == torch.device(expected)
+
+
+def test_the_choice_names_the_last_columns() -> None:
+    buffers = BlockBuffers(3, 4, torch.device("cpu"))
+    assert buffers.last_columns(2, torch.device("cpu")).tolist() == [2, 3]
+    assert buffers.last_columns(4, torch.device("cpu")) == 0
