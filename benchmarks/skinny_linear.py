@@ -41,6 +41,8 @@ MODELS = {
 TOKENS = (1, 8, 16)
 LINEARS_BLOCKS = ((8, 256, 4, 6), (8, 512, 8, 4), (16, 256, 4, 5), (16, 512, 4, 4), (32, 256, 4, 4), (64, 128, 4, 5))
 """Rows of weights per program, elements at once, warps, and stages, of the launches that a sweep tries."""
+WIDE_BLOCKS = ((16, 128, 4, 5), (16, 256, 4, 3), (32, 128, 4, 4), (32, 64, 2, 5), (64, 64, 4, 5), (64, 128, 8, 4))
+"""More of them for more than 16 tokens, which leave less room for what is read ahead."""
 GATED_BLOCKS = ((8, 256, 4, 5), (8, 512, 8, 4), (16, 256, 4, 4), (16, 128, 2, 6), (32, 128, 4, 5), (32, 256, 4, 3))
 Launch = Callable[[], Any]
 
@@ -130,7 +132,8 @@ def _measure(product: Product, tokens: int, weights: list[list[Tensor]], *, swee
     planned = skinny_linear.plan_product(tokens, sum(product.rows), product.width, 2, gated=gated)
     plans = [planned]
     if sweep:
-        for block_n, block_k, warps, stages in GATED_BLOCKS if gated else LINEARS_BLOCKS:
+        blocks = GATED_BLOCKS if gated else LINEARS_BLOCKS
+        for block_n, block_k, warps, stages in (*blocks, *(WIDE_BLOCKS if tokens > 16 else ())):
             if block_n >= 64 and sum(product.rows) < 8192:  # fewer programs than processors
                 continue
             if block_n == 8 and sum(product.rows) > 16384:
