@@ -66,16 +66,11 @@ def attention_kinds(model: PreTrainedModel) -> list[LayerAttention]:
     return [LayerAttention(kind, windows[kind]) for kind in dict.fromkeys(compat.layer_types(config))]
 
 
-def index_device(model: PreTrainedModel) -> torch.device:
-    """Return where an index has to lie that chooses among the model's hidden states.
-
-    The CPU for a model on several devices, or on none while it is offloaded: every device takes indices from there.
-    Those of the last layer decide, and neither the head (it may share its weights with the embeddings) nor the model
-    itself tells where that is.
-    """
+def single_device(model: PreTrainedModel) -> torch.device | None:
+    """Return the device of all parameters; None when there are several, or weights are offloaded."""
     devices = {parameter.device for parameter in model.parameters()}
     device = devices.pop()
-    return torch.device("cpu") if devices or device.type == "meta" else device
+    return None if devices or device.type == "meta" else device
 
 
 class BlockBuffers:
@@ -92,15 +87,20 @@ class BlockBuffers:
         self.masks: dict[str, Tensor] = {}
         self._last_columns: dict[int, Tensor] = {}
 
-    def last_columns(self, count: int, device: torch.device) -> int | Tensor:
-        """Return what `logits_to_keep` has to be for the last `count` columns, as an index on a device.
+    def last_columns(self, count: int, device: torch.device | None) -> int | list[int] | Tensor:
+        """Return what `logits_to_keep` has to be for the last `count` columns, for a model on `device`.
 
         A number would make the model slice its hidden states, and a slice is not contiguous: torch then multiplies it
         with the head as a batch, for which it copies the head's weights once per row. An index makes a small copy.
+
+        Where layers are on several devices (None), accelerate moves every tensor that the model is given to the first
+        of them, whereas the index has to be where the last layer is, or on the CPU: a list of numbers stays as it is.
         """
         width = self.tokens.shape[1]
         if count == width:
             return 0
+        if device is None:
+            return list(range(width - count, width))
         if count not in self._last_columns:
             self._last_columns[count] = torch.arange(width - count, width, device=device)
         return self._last_columns[count]
@@ -142,7 +142,7 @@ class ModelRunner(ABC):
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
         self._buffers: dict[int, BlockBuffers] = {}
-        self._index_device = index_device(model)
+        self._single_device = single_device(model)
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -343,7 +343,7 @@ class EagerRunner(ModelRunner):
         masks = buffers.masks
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
-            arguments["logits_to_keep"] = buffers.last_columns(keep, self._index_device)
+            arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
         output = (forward or self.model)(
             input_ids=buffers.tokens,
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),

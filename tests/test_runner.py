@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCABULARY, ragged_batch, tiny_model
+from tiny_models import FAMILIES, VOCABULARY, ragged_batch, tiny_model
 from transformers import PreTrainedModel
 
 from hf_dsde import attention
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.runner import WIDTH_BUCKETS, BlockBuffers, EagerRunner, attention_kinds, index_device, next_bucket
+from hf_dsde.runner import WIDTH_BUCKETS, BlockBuffers, EagerRunner, attention_kinds, next_bucket, single_device
 from hf_dsde.runners import create_runner
 from hf_dsde.sequences import SequenceBatch
 
@@ -230,15 +230,31 @@ def test_hybrid_models_have_a_mask_per_kind() -> None:
 
 @pytest.mark.parametrize(
     ("places", "expected"),
-    [(["cuda:1", "cuda:1"], "cuda:1"), (["cuda:0", "cuda:1"], "cpu"), (["meta", "meta"], "cpu"), (["cpu"], "cpu")],
+    [(["cuda:1", "cuda:1"], "cuda:1"), (["cuda:0", "cuda:1"], None), (["meta", "meta"], None), (["cpu"], "cpu")],
 )
-def test_columns_are_chosen_where_every_layer_can_read_the_choice(places: list[str], expected: str) -> None:
-    """Layers may lie on several devices, and those that are offloaded on none."""
+def test_layers_on_several_devices_and_offloaded_ones_are_noticed(places: list[str], expected: str | None) -> None:
     parameters = [SimpleNamespace(device=torch.device(place)) for place in places]
-    assert index_device(SimpleNamespace(parameters=lambda: parameters)) == torch.device(expected)
+    assert single_device(SimpleNamespace(parameters=lambda: parameters)) == (expected and torch.device(expected))
 
 
-def test_the_choice_names_the_last_columns() -> None:
+def test_the_columns_to_keep_are_the_last_ones() -> None:
     buffers = BlockBuffers(3, 4, torch.device("cpu"))
-    assert buffers.last_columns(2, torch.device("cpu")).tolist() == [2, 3]
-    assert buffers.last_columns(4, torch.device("cpu")) == 0
+    index = buffers.last_columns(2, torch.device("cpu"))
+    assert isinstance(index, torch.Tensor)
+    assert index.tolist() == buffers.last_columns(2, None) == [2, 3]
+    assert buffers.last_columns(4, torch.device("cpu")) == buffers.last_columns(4, None) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_takes_the_columns_that_layers_on_several_devices_need(family: str) -> None:
+    """No tensor among the arguments: accelerate would move it to the first device."""
+    model, rows = tiny_model(family), ragged_batch([7, 5, 3], seed=1)["input_ids"]
+    runner, spread = runner_of(model), runner_of(model)
+    spread._single_device = None
+    results = []
+    for one in (runner, spread):
+        with torch.no_grad(), one.active():
+            positions = torch.arange(rows.shape[1]).expand(len(rows), -1)
+            results.append(one.forward(rows, positions, rows.shape[1], keep=2))
+    assert results[0].shape == (3, 2, VOCABULARY)
+    assert torch.equal(*results)
