@@ -175,6 +175,11 @@ class GraphRunner(EagerRunner):
         """Whether `forward_packed` can be called."""
         return self._fused is not None and self._recording
 
+    @property
+    def replays(self) -> bool:
+        """As for any runner."""
+        return self._recording
+
     def finish(self) -> None:
         """Keep what was recorded for the next call."""
         if self._kept and self._recording:

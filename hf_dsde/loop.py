@@ -1,8 +1,9 @@
 """The decoding loop: draft, verify, commit, observe. A round fits on one page; the rest is setting up and handing out.
 
 The loop decides nothing about lengths (a policy does), proposals (a drafter), acceptance (`verification`) or endings
-(`stopping`). It keeps one promise of its own: after drafting, a round waits for the device once, in `_settle`. On a GPU
-the drafter's next pass is then under way already, so that the device does not wait for the host either.
+(`stopping`). It keeps one promise of its own: after drafting, a round waits for the device once, at its end. On a GPU
+the drafter's next pass is then under way already, beside the policy's arithmetic: the device does not wait for the
+host either, nor the pass for lengths that it does not need yet.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hf_dsde.counts import RoundRecorder
 from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.outputs import StepRecorder
+from hf_dsde.overlap import SideStream, overlaps
 from hf_dsde.policies.base import BatchInfo, PhaseTimes, Signal, StoppingPolicy
 from hf_dsde.recorded_function import function_recorder
 from hf_dsde.round_outcome import FinishedRound, outcome_of
@@ -115,6 +117,7 @@ class SpeculativeLoop:
         self._rounds = 0
         self._passes_before = 0
         self._overlaps = overlaps(sequences.device)
+        self._side = SideStream(sequences.device)
         self._next_plain: Callable[[], Tensor] | None = None
         self._note: Callable[[], None] | None = None
 
@@ -186,19 +189,24 @@ class SpeculativeLoop:
         kept, ended = self._stopping.cut(new_tokens, counts)
         self._sequences.append(new_tokens, kept)
         done = FinishedRound(request, candidates, logits, scores, verified, passed.packed_tokens)
-        with self._policy.timed():
-            outcome = outcome_of(done, self._policy.requires, self._times)
-        self._policy.observe(outcome)
         going_on = request.active & ~ended
-        lengths = self._bounded(self._policy.draft_lengths(), going_on)
-        download = Download([self._sequences.generated, kept, ended, verified.accepted, candidates.lengths, lengths])
         if self._overlaps:
             self._clock.mark()
             longest = max(self._sequences.length_counts) + candidates.width + 1
             self._drafter.prepare(self._sequences, going_on, longest)
+            self._side.fork()
+        with self._policy.timed():
+            outcome = outcome_of(done, self._policy.requires, self._times)
+        self._policy.observe(outcome)
+        lengths = self._bounded(self._policy.draft_lengths(), going_on)
+        download = Download([self._sequences.generated, kept, ended, verified.accepted, candidates.lengths, lengths])
+        if self._overlaps:
+            self._drafter.begin(self._side)
             if request.width == 0:
                 self._next_plain = self._stage_plain(going_on, longest)
-        return self._request(lengths, self._settle(done, *download.wait()))
+        values = download.wait()
+        self._side.join()
+        return self._request(lengths, self._settle(done, *values))
 
     def _draft(self, request: DraftRequest) -> CandidateBatch:
         """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
@@ -373,11 +381,6 @@ class SpeculativeLoop:
                 record=function_recorder(self._sequences.device, self._config),
             )
         )
-
-
-def overlaps(device: torch.device) -> bool:
-    """Whether work can be put into the device's stream that the host does not wait for."""
-    return device.type == "cuda"
 
 
 def _block(draft_tokens: Tensor, verified: verification.VerifiedBlock) -> Tensor:

@@ -154,6 +154,11 @@ class ModelRunner(ABC):
         """Whether `forward_packed` can be called."""
         return False
 
+    @property
+    def replays(self) -> bool:
+        """Whether what `stage` returns replays a recorded pass: it takes no memory but for a copy of the result."""
+        return False
+
     def padded_width(self, width: int) -> int:
         """Return the columns that a block of `width` columns is run with."""
         return next_bucket(width, self._width_buckets)

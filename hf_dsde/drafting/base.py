@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde.graphs import RecordingCosts
+from hf_dsde.overlap import SideStream
 from hf_dsde.policies.base import Signal, StoppingPolicy
 from hf_dsde.sequences import SequenceBatch
 
@@ -145,12 +146,20 @@ class Drafter(ABC):
         """
 
     def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:  # noqa: B027 - may be nothing
-        """Begin what the next proposal starts with, before the host knows how this round ended. Called in every round.
+        """Get ready what the next proposal starts with, before the host knows how this round ended; `begin` starts it.
 
         Args:
             sequences: With this round's tokens appended on the device; their host copies are a round behind.
             going_on: Rows that may draft next, `[rows]`, bool.
             longest: A bound on the rows' lengths.
+        """
+
+    def begin(self, side: SideStream) -> None:  # noqa: B027 - may be nothing
+        """Start what was prepared.
+
+        Args:
+            side: Forked behind `prepare`, for work that the current stream need not wait for. The loop joins it before
+                it asks the drafter for anything else.
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ token again writes the same key and value into the same slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, DraftRequest
 from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.graphs import RecordingCosts
+from hf_dsde.overlap import SideStream
 from hf_dsde.policies.base import DraftStep, Signal, StoppingPolicy
 from hf_dsde.runner import pass_seconds
 from hf_dsde.runners import create_runner
@@ -91,6 +92,7 @@ class ModelDrafter(Drafter):
         self._context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
+        self._staged: Callable[[], Tensor] | None = None
         self._prepared: Tensor | None = None
 
     @property
@@ -181,13 +183,21 @@ class ModelDrafter(Drafter):
         return candidates
 
     def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:
-        """Feed each row's last two tokens: behind a proposal, no row that can draft again misses more."""
-        self._prepared = None
+        """Stage each row's last two tokens: behind a proposal, no row that can draft again misses more."""
+        self._staged = self._prepared = None
         fits = self._context is None or longest <= self._context
         if self._device == sequences.device and fits and self._caught_up:
             tokens, positions = sequences.tail(2)
             positions = positions.masked_fill(~going_on[:, None], -1)
-            self._prepared = self._last_logits(tokens, positions, longest)
+            self._staged = self._runner.stage(self._known(tokens), positions, longest, keep=1)
+
+    def begin(self, side: SideStream) -> None:
+        """Feed what was staged; a recorded pass beside the current stream, as it neither makes nor drops memory."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        with side.beside() if self._runner.replays else nullcontext():
+            self._prepared = self._align(staged()[:, 0])
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Note how much of each row's cache holds text: what was caught up, and the draft tokens that were accepted.

@@ -25,12 +25,16 @@ from torch import Tensor
 
 MOST_TOKENS = 64
 """What the kernels take. Beyond it, a product no longer is a mere pass over its weights."""
-PAYING_TOKENS = 16
-"""Up to so many tokens the kernels are preferred to the vendor's library; at most `MOST_TOKENS`."""
-PAYING_BYTES = {1: 40 << 20, 2: 96 << 20}
-"""Up to so many bytes of weights in a launch, likewise, for one matrix and for several: of a large matrix the library
-reads as fast as anybody, and several in one launch spare the others' beginnings and ends. Measured on an H100 with
-`benchmarks/skinny_linear.py`: queries, keys and values of models up to 32B take 0.4 to 0.75 of the library's time."""
+PAYING = {
+    1: ((16, 40 << 20),),
+    2: ((16, 96 << 20),),
+    3: ((16, 96 << 20), (32, 64 << 20), (64, 16 << 20)),
+}
+"""Number of matrices in a launch -> up to so many tokens, the kernels are preferred to the vendor's library for up to
+so many bytes of weights. Of a large matrix the library reads as fast as anybody, and several in one launch spare the
+others' beginnings and ends. Measured with `benchmarks/skinny_linear.py`: queries, keys and values of models up to 32B
+take 0.4 to 0.75 of the library's time with up to 16 tokens (H100), those of 1B and 8B 0.49 and 0.63 with 32, and of 1B
+0.69 with 64 (H200)."""
 PAYING_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -69,6 +73,10 @@ GATED_PLANS: dict[int, tuple[int, int, int, int]] = {
 """The same for `gated_linear`, whose programs read as many rows of each of its two matrices."""
 
 
+WIDE_PLAN = (16, 256, 4, 3)
+"""Of either kind, for more than 16 tokens, which need room themselves: little is read ahead."""
+
+
 def plan_product(tokens: int, rows: int, width: int, element_size: int, *, gated: bool) -> SkinnyPlan:
     """Choose the shape of a launch.
 
@@ -80,12 +88,12 @@ def plan_product(tokens: int, rows: int, width: int, element_size: int, *, gated
         gated: Whether it is for `gated_linear`.
     """
     table = GATED_PLANS if gated else LINEARS_PLANS
-    block_n, block_k, warps, stages = next(shape for bound, shape in table.items() if rows <= bound)
+    shape = WIDE_PLAN if tokens > 16 else next(shape for bound, shape in table.items() if rows <= bound)
+    block_n, block_k, warps, stages = shape
     plan = SkinnyPlan(max(16, triton.next_power_of_2(tokens)), block_n, block_k, warps, stages)
-    # More tokens, or larger elements, take the room of what is read ahead. Of less than 256 bytes from each of 8 rows,
-    # not every thread of 4 warps would get 16 at once.
-    shrink = (plan.block_m // 16) * (element_size // 2)
-    return fitted(replace(plan, block_k=max(256 // element_size, block_k // shrink)), width)
+    # Larger elements take the room of what is read ahead. Of less than 256 bytes from each of 8 rows, not every thread
+    # of 4 warps would get 16 at once.
+    return fitted(replace(plan, block_k=max(256 // element_size, 2 * block_k // element_size)), width)
 
 
 def fitted(plan: SkinnyPlan, width: int) -> SkinnyPlan:
@@ -106,9 +114,9 @@ def pays(tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype) 
         width: Elements of a row.
         dtype: Of input and weights.
     """
-    if tokens > PAYING_TOKENS or dtype not in PAYING_DTYPES or width % 16:  # 16 bytes at once, or not at all
+    if dtype not in PAYING_DTYPES or width % 16:  # 16 bytes at once, or not at all
         return False
-    return rows * width * dtype.itemsize <= PAYING_BYTES[min(matrices, 2)]
+    return any(tokens <= most and rows * width * dtype.itemsize <= room for most, room in PAYING[matrices])
 
 
 @triton.jit

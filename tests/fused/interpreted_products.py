@@ -14,7 +14,7 @@ from hf_dsde.fused.skinny_linear import (
     GATED_PLANS,
     LINEARS_PLANS,
     MOST_TOKENS,
-    PAYING_TOKENS,
+    PAYING,
     SkinnyPlan,
     launch_gated,
     launch_linears,
@@ -109,7 +109,7 @@ def test_biases_are_added_before_rounding():
     assert torch.equal(kernels.linears(x, [weight])[0], torch.full((1, 8), 2048.0).half())
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 33, 64])
 @pytest.mark.parametrize("gated", [False, True])
 def test_planned_launches_fit_the_device(gated, tokens):
     for rows in (8, 1536, *GATED_PLANS, *LINEARS_PLANS):
@@ -125,9 +125,13 @@ def test_planned_launches_fit_the_device(gated, tokens):
 
 def test_what_pays_is_few_tokens_of_half_precision_with_weights_that_are_not_large():
     assert pays(8, 3, 2560, 1536, torch.bfloat16)
-    assert pays(PAYING_TOKENS, 3, 2560, 1536, torch.float16)
-    assert PAYING_TOKENS <= MOST_TOKENS
-    assert not pays(PAYING_TOKENS + 1, 3, 2560, 1536, torch.bfloat16)
+    assert pays(16, 2, 2 * 6144, 1536, torch.float16)
+    assert not pays(17, 2, 2 * 6144, 1536, torch.float16)
+    assert pays(32, 3, 6144, 4096, torch.bfloat16)
+    assert not pays(33, 3, 6144, 4096, torch.bfloat16)
+    assert pays(64, 3, 2560, 1536, torch.bfloat16)
+    assert not pays(65, 3, 2560, 1536, torch.bfloat16)
+    assert max(tokens for bounds in PAYING.values() for tokens, _ in bounds) <= MOST_TOKENS
     assert not pays(8, 3, 2560, 1536, torch.float32)
     assert not pays(8, 2, 2 * 27648, 5120, torch.bfloat16)
     assert not pays(8, 3, 2560, 1001, torch.bfloat16)

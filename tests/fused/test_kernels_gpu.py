@@ -239,7 +239,7 @@ def whole_numbers(*size, bound, seed):
     return torch.randint(-bound, bound + 1, size, generator=generator, device="cuda").to(BFLOAT16)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 29, 64])
 @pytest.mark.parametrize(
     ("rows", "width"), [((1536, 512, 512), 1536), ((6144, 6144), 1536), ((1536,), 6144), ((4096, 1024, 1024), 4096)]
 )

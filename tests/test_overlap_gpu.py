@@ -1,0 +1,84 @@
+"""On a GPU, the next pass of the draft runs beside the arithmetic of the policy, and their memory stays apart."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, noisy_copy, ragged_batch, random_lengths, tiny_model
+from transformers import PreTrainedModel
+
+import hf_dsde
+from hf_dsde.drafting.model import ModelDrafter
+from hf_dsde.overlap import SideStream
+from hf_dsde.policies import RoundOutcome, StaticPolicy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
+CUDA = torch.device("cuda", 0)
+NEW_TOKENS = 48
+LONG = 600_000_000
+"""Cycles of the device, about a third of a second: hundreds of passes of a tiny model."""
+
+
+class BusyPolicy(StaticPolicy):
+    """Takes its time over each round, and as much memory in small pieces as others may have dropped meanwhile.
+
+    Args:
+        cycles: What the device does nothing for, per round.
+    """
+
+    def __init__(self, cycles: int = 0) -> None:
+        super().__init__(3)
+        self._cycles = cycles
+        self.done: torch.cuda.Event | None = None
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if self._cycles:
+            torch.cuda._sleep(self._cycles)
+        pieces = [torch.full((size,), -7, device=outcome.accepted.device) for size in (1, 8, 16, 64, 512, 4096) * 8]
+        torch.stack([piece.sum() for piece in pieces]).sum()
+        self.done = torch.cuda.current_stream().record_event()
+
+
+@functools.cache
+def pair(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny_model(family).float()
+    target.generation_config.eos_token_id = None
+    return hf_dsde.enable(target.to(CUDA)), noisy_copy(tiny_model(family).float(), 0.05).to(CUDA)
+
+
+def generate(family: str = "llama", policy: StaticPolicy | None = None) -> torch.Tensor:
+    target, draft = pair(family)
+    inputs = {name: tensor.to(CUDA) for name, tensor in ragged_batch(random_lengths(6)).items()}
+    call: dict[str, Any] = {} if policy is None else {"assistant_model": draft, "speculation_policy": policy}
+    text: torch.Tensor = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, **call)
+    return text
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mixtral"])
+def test_memory_that_the_policy_takes_is_not_that_of_the_pass(family: str) -> None:
+    expected = generate(family)
+    for cycles in (0, 0, LONG // 10):  # the first call records
+        assert torch.equal(generate(family, BusyPolicy(cycles)), expected)
+
+
+def test_the_pass_does_not_wait_for_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = BusyPolicy(LONG)
+    policy_was_done: list[bool] = []
+    original = ModelDrafter.begin
+
+    def begin(self: ModelDrafter, side: SideStream) -> None:
+        original(self, side)
+        assert side._stream is not None
+        side._stream.synchronize()
+        assert policy.done is not None
+        policy_was_done.append(policy.done.query())
+
+    expected = generate()
+    generate(policy=BusyPolicy())  # records
+    monkeypatch.setattr(ModelDrafter, "begin", begin)
+    assert torch.equal(generate(policy=policy), expected)
+    assert len(policy_was_done) > 8
+    assert not any(policy_was_done)
