@@ -103,6 +103,22 @@ def _cache_sized(rows: Tensor, factor: int = 1) -> tuple[Tensor, ...]:
     return rows.split(max(1, factor * CPU_CACHE_ELEMENTS // rows.shape[1]))
 
 
+def two_largest(values: Tensor) -> Tensor:
+    """The two largest values of each distribution, as `topk` gives them.
+
+    On a GPU, `topk` sorts by digits in several passes; two reductions read the values twice.
+
+    Args:
+        values: Shape `[..., vocabulary]`, any float dtype; at least two.
+
+    Returns:
+        Largest first, shape `[..., 2]`, of the dtype of `values`.
+    """
+    largest, place = values.max(-1, keepdim=True)
+    second = values.scatter(-1, place, -math.inf).amax(-1, keepdim=True)
+    return torch.cat([largest, second], dim=-1)
+
+
 def top_probabilities(logits: Tensor) -> Tensor:
     """The two largest probabilities of the raw softmax at temperature 1.
 
@@ -113,7 +129,7 @@ def top_probabilities(logits: Tensor) -> Tensor:
         Largest first, shape `[..., 2]`, float32.
     """
     logits = logits.float()
-    return (logits.topk(2, dim=-1).values - logits.logsumexp(-1, keepdim=True)).exp()
+    return (two_largest(logits) - logits.logsumexp(-1, keepdim=True)).exp()
 
 
 def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

@@ -193,6 +193,20 @@ def test_scaling_factor_is_zero_without_divergence() -> None:
     assert signals.scaling_factor(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
 
 
+@given(
+    st.lists(
+        st.lists(
+            st.sampled_from([0.0, 1.5, -2.0, 7.0, -math.inf]) | st.floats(-9, 9, width=32), min_size=5, max_size=5
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_the_two_largest_are_those_of_sorting(rows: list[list[float]]) -> None:
+    expected = [sorted(row, reverse=True)[:2] for row in rows]
+    assert signals.two_largest(torch.tensor(rows)).tolist() == expected
+
+
 def test_acceptance_probability_is_one_minus_total_variation() -> None:
     target, draft = (torch.softmax(x, -1) for x in paired_logits(20, 5, seed=5))
     expected = 1 - 0.5 * (target - draft).abs().sum(-1)

@@ -95,7 +95,7 @@ def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
         Entropy, shape `[rows]`, nats; the two largest probabilities, largest first, shape `[rows, 2]`; float32.
     """
     log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
-    top = log_probabilities.topk(2, dim=-1).values.exp()
+    top = signals.two_largest(log_probabilities).exp()
     return signals.entropy_of_(log_probabilities), top
 
 
