@@ -1,4 +1,4 @@
-"""The differences between transformers versions, and nothing else.
+"""The differences between transformers versions and between its models, and nothing else.
 
 Supported: 5.17 to 5.24. Whatever a newer release renames is answered here, so that no other file asks for a version.
 """
@@ -52,6 +52,19 @@ def only_records_outputs(hook: Any) -> bool:
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether `forward` can be told to compute the logits of the last positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a text may have, its prompt included.
+
+    Args:
+        model: The model; of several configurations inside its own, that of the text decoder counts.
+
+    Returns:
+        The number of its positions; None when its configuration sets no limit.
+    """
+    limit: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:

@@ -1,6 +1,6 @@
 """Counts of a call of `generate`: per row, per round, per position of a block, and their sums.
 
-Nothing in this file is a ratio; those are derived once, in `statistics.py`.
+None of them is a ratio; `statistics.py` and the statistics of `batch` derive those, all with `ratio`.
 """
 
 from __future__ import annotations
@@ -283,3 +283,8 @@ def blocks_beyond(block_lengths: Sequence[int], positions: int | None = None) ->
     if positions is None:
         positions = max(block_lengths, default=0)
     return tuple(sum(length > position for length in block_lengths) for position in range(positions))
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """The quotient of two counts or sums, nan when the denominator is zero."""
+    return numerator / denominator if denominator else math.nan

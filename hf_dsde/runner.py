@@ -373,7 +373,7 @@ def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
     """
     tokens = torch.zeros(runner.rows, width, dtype=torch.long, device=runner.device)
     positions = torch.arange(longest - 1, longest - 1 + width, device=runner.device).expand_as(tokens)
-    context = getattr(runner.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = compat.context_length(runner.model)
     if context is not None:
         positions = positions.masked_fill(positions >= context, -1)
 

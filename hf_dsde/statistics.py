@@ -25,6 +25,7 @@ from hf_dsde.counts import (
     blocks_beyond,
     check_round,
     count_round,
+    ratio,
     settle,
     sum_rows,
 )
@@ -54,27 +55,27 @@ class SpeculationStatistics(SpeculationCounts):
     @property
     def acceptance_rate(self) -> float:
         """Accepted per drafted token, inside the texts. In `[0, 1]`, or nan when nothing was drafted."""
-        return _ratio(self.accepted, self.drafted)
+        return ratio(self.accepted, self.drafted)
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
         """Acceptance rate of each position of a block; not conditional on the position before."""
-        return tuple(_ratio(a, d) for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True))
+        return tuple(ratio(a, d) for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True))
 
     @property
     def block_efficiency(self) -> float:
         """Emitted tokens per row and round, bonus token included; nan when there was no round."""
-        return _ratio(self.emitted, self.row_rounds)
+        return ratio(self.emitted, self.row_rounds)
 
     @property
     def draft_waste(self) -> float:
         """Share of all draft tokens, those past the end included, that reached no text; nan when there were none."""
-        return _ratio(self.drafted + self.past_end - self.accepted, self.drafted + self.past_end)
+        return ratio(self.drafted + self.past_end - self.accepted, self.drafted + self.past_end)
 
     @property
     def tokens_per_second(self) -> float:
         """Emitted tokens of all rows per measured second, prefill included; nan when no time was measured."""
-        return _ratio(self.emitted, self.total_seconds)
+        return ratio(self.emitted, self.total_seconds)
 
     @property
     def policy_overhead(self) -> float:
@@ -82,7 +83,7 @@ class SpeculationStatistics(SpeculationCounts):
 
         Host seconds: on a CUDA device those of launching the work.
         """
-        return _ratio(self.policy_seconds, self.draft_seconds + self.verify_seconds + self.bookkeeping_seconds)
+        return ratio(self.policy_seconds, self.draft_seconds + self.verify_seconds + self.bookkeeping_seconds)
 
     @property
     def plain_step_seconds(self) -> float | None:
@@ -115,7 +116,7 @@ class SpeculationStatistics(SpeculationCounts):
             + _steady_total((r.pass_rows, r.pass_width, r.verify_seconds) for r in rounds)
             + _steady_total((0, 0, r.bookkeeping_seconds) for r in rounds)
         )
-        return _ratio(steady, len(rounds))
+        return ratio(steady, len(rounds))
 
     @property
     def predicted_speedup(self) -> float | None:
@@ -153,7 +154,7 @@ class SpeculationStatistics(SpeculationCounts):
             f"Speculation (policy '{self.policy}') is slower than plain decoding: a draft step costs "
             f"{draft_step / plain:.2f} of a target step and a whole round {self.round_seconds / plain:.2f}, "
             f"but at an acceptance rate of {self.acceptance_rate:.2f} a round replaces only "
-            f"{_ratio(self.plain_steps, len(self.rounds)):.2f} target steps, so {speedup:.2f}x the speed of plain "
+            f"{ratio(self.plain_steps, len(self.rounds)):.2f} target steps, so {speedup:.2f}x the speed of plain "
             f"decoding is predicted."
         )
 
@@ -374,10 +375,6 @@ def _callers_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else math.nan
 
 
 def _none_if_nan(value: float | None) -> float | None:

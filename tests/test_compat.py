@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_a_mask_that_says_nothing_may_be_missing() -> None:
     assert compat.prompt_mask(ids, {"attention_mask": mask}) is mask
     for absent in ({}, {"attention_mask": None}):
         assert compat.prompt_mask(ids, absent).tolist() == [[1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_context_length_is_the_number_of_positions(family: str) -> None:
+    assert compat.context_length(tiny_model(family, max_position_embeddings=24)) == 24
+
+
+def test_the_context_length_of_a_nested_configuration_is_that_of_the_text_decoder() -> None:
+    nested = transformers.Gemma3Config(text_config={"max_position_embeddings": 24})
+    assert compat.context_length(SimpleNamespace(config=nested)) == 24
+
+
+def test_a_configuration_may_set_no_limit_to_the_context() -> None:
+    assert compat.context_length(SimpleNamespace(config=transformers.BloomConfig())) is None
 
 
 @pytest.mark.parametrize(

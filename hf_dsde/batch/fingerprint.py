@@ -132,18 +132,6 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(dict(identity)).encode()).hexdigest()
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The places where two identities differ, as in `generation.max_new_tokens: 64, now 128`; for error messages."""
-    found = []
-    for key in sorted({*before, *after}):
-        old, new = before.get(key), after.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append(f"{prefix}{key}: {old!r}, now {new!r}")
-    return found
-
-
 class Fingerprinted(ABC):
     """A callable for `Dataset.map` that `datasets` recognises by its identity, without reading its models.
 

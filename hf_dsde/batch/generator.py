@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_dsde import compat
 from hf_dsde.argument_checks import check_choice, check_flag, check_integer
 from hf_dsde.batch.admission import CacheBudget
 from hf_dsde.batch.engine import BatchEngine
@@ -109,7 +110,7 @@ class BatchGenerator(Fingerprinted):
             "max_new_tokens": max_new_tokens,
             "stop_strings": [stop_strings] if isinstance(stop_strings, str) else list(stop_strings),
             "max_prompt_tokens": max_prompt_tokens,
-            "context": _context(model),
+            "context": compat.context_length(model),
             "column": column,
             "chat_template_kwargs": dict(chat_template_kwargs or {}),
         }
@@ -254,11 +255,6 @@ class BatchGenerator(Fingerprinted):
         words = self._tokenizer.decode(text.tokens, skip_special_tokens=True)
         assert isinstance(words, str)
         return RowResult(text.request.index, words, text.tokens, text.finish_reason, None, text.statistics)
-
-
-def _context(model: PreTrainedModel) -> int | None:
-    context: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return context
 
 
 def _rows(batch: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

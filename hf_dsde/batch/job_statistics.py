@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dsde.batch.results import RowStatistics
-from hf_dsde.counts import RecordedRound, settle, sum_rows
+from hf_dsde.counts import RecordedRound, ratio, settle, sum_rows
 from hf_dsde.policies.base import PhaseTimes
 
 
@@ -53,22 +53,22 @@ class JobStatistics:
     @property
     def idle_share(self) -> float:
         """Share of row-rounds without anything to generate, in [0, 1]; nan before the first round."""
-        return _ratio(self.idle_row_rounds, self.idle_row_rounds + self.row_rounds)
+        return ratio(self.idle_row_rounds, self.idle_row_rounds + self.row_rounds)
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted per drafted token, inside the finished texts; nan when nothing was drafted."""
-        return _ratio(self.accepted, self.drafted)
+        return ratio(self.accepted, self.drafted)
 
     @property
     def mean_draft_length(self) -> float:
         """Drafted tokens per row and round, inside the finished texts; nan before the first."""
-        return _ratio(self.drafted, self.row_rounds)
+        return ratio(self.drafted, self.row_rounds)
 
     @property
     def block_efficiency(self) -> float:
         """Tokens of finished texts per row and round; nan before the first round."""
-        return _ratio(self.new_tokens, self.row_rounds)
+        return ratio(self.new_tokens, self.row_rounds)
 
     def add_text(self, row: RowStatistics) -> None:
         """Count a finished text."""
@@ -141,7 +141,3 @@ class RowCounter:
             if is_active:
                 own = ((drafted[row],), (accepted[row],), (emitted[row],), (True,))
                 self._rounds[row].append(RecordedRound(*own, draft_steps, pass_width, 1, times))
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else float("nan")

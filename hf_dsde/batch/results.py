@@ -5,12 +5,12 @@ This module knows no file and no model; `output.py` keeps results, the engine ma
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from hf_dsde.argument_checks import check_choice, check_integer, check_number
+from hf_dsde.counts import ratio
 
 END_TOKEN = "end_token"  # noqa: S105 - a reason, not a password
 """The text ends with one of the end-of-sequence tokens."""
@@ -62,17 +62,17 @@ class RowStatistics:
     @property
     def acceptance_rate(self) -> float:
         """Accepted per drafted token, in `[0, 1]`; nan when nothing was drafted."""
-        return _ratio(self.accepted, self.drafted)
+        return ratio(self.accepted, self.drafted)
 
     @property
     def mean_draft_length(self) -> float:
         """Draft tokens per round; nan when there was no round."""
-        return _ratio(self.drafted, self.rounds)
+        return ratio(self.drafted, self.rounds)
 
     @property
     def block_efficiency(self) -> float:
         """Generated tokens per round, bonus token included; nan when there was no round."""
-        return _ratio(self.new_tokens, self.rounds)
+        return ratio(self.new_tokens, self.rounds)
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,6 @@ class RowResult:
                 f"`statistics.new_tokens` of row {self.index} is {self.statistics.new_tokens}, but `token_ids` has "
                 f"{len(self.token_ids)} tokens. Count every generated token of the output, the end token included."
             )
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else math.nan
 
 
 def _check_type(argument: str, value: object, wanted: type) -> None:

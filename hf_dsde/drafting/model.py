@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_dsde import compat
 from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, DraftRequest
@@ -89,7 +90,7 @@ class ModelDrafter(Drafter):
         self._last_id = model.config.get_text_config(decoder=True).vocab_size - 1
         self._do_sample = do_sample
         self._process = process if self._device == sequences.device else process.on(self._device)
-        self._context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._context = compat.context_length(model)
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
         self._staged: Callable[[], Tensor] | None = None

@@ -16,15 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    BatchEncoding,
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import BatchEncoding, EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from hf_dsde import demo, provenance, refusals
+from hf_dsde import compat, demo, provenance, refusals
 from hf_dsde.argument_checks import check_flag, check_integer
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.model import ModelDrafter
@@ -278,17 +272,12 @@ def _check_contexts(pair: Pair, batches: Sequence[_Batch], max_new_tokens: int) 
     """Refuse texts that a model has no positions for, before hours of work run into them."""
     longest = max(int(batch.inputs["attention_mask"].sum(-1).max()) for batch in batches)
     for name, model in (("target", pair.target), ("draft", pair.draft)):
-        context = _context(model)
+        context = compat.context_length(model)
         if context is not None and longest + max_new_tokens > context:
             raise ValueError(
                 f"`prompts` has one of {longest} tokens, which with `max_new_tokens`={max_new_tokens} exceeds the "
                 f"{name}'s context of {context} tokens: leave it out, or lower `max_new_tokens`"
             )
-
-
-def _context(model: PreTrainedModel) -> int | None:
-    context: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return context
 
 
 def _names(pair: Pair, names: Mapping[str, str] | None) -> dict[str, str]:

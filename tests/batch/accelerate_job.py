@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from resumed_job import OFTEN, exit_code, generator, in_fork, is_running, pause, prompts, rows_on_disk
+from forks import exit_code, in_fork
+from resumed_job import OFTEN, generator, is_running, pause, prompts, rows_on_disk
 
 from hf_dsde.batch import job
 from hf_dsde.batch.generator import BatchGenerator

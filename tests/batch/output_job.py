@@ -23,6 +23,8 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 
+from forks import exit_code, in_fork
+
 ROOT = Path(__file__).parents[2]
 ROWS = {"random": 24, "points": 6}
 JOB = {"policy": "dsde", "settings": {"seed": 3, "temperature": 0.5}}
@@ -87,24 +89,9 @@ def note(descriptor: int, indices: set[int]) -> None:
     WRITE(descriptor, "".join(f"{i:08d}\n" for i in sorted(indices)).encode())
 
 
-def in_fork(work: Callable[[], None]) -> int:
-    """Start some work in a fork of this process; the fork ends with it."""
-    process = os.fork()
-    if process == 0:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - a fork must not return into the parent's code
-            sys.stderr.write(f"{error!r}\n")
-            sys.stderr.flush()
-            os._exit(1)
-        os._exit(0)
-    return process
-
-
 def ended(process: int) -> bool:
     """Wait for a fork; whether it came to its end, and was not killed."""
-    _, status = os.waitpid(process, 0)
-    code = os.waitstatus_to_exitcode(status)
+    code = exit_code(process)
     if code not in (0, -signal.SIGKILL, DEATH):
         raise RuntimeError(f"The job failed with {code}.")
     return code == 0

@@ -14,7 +14,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from forks import exit_code, in_fork
 from tiny_pair import tiny_pair
 from watched_forward import watch
 
@@ -73,25 +73,6 @@ def generator(**changes: Any) -> BatchGenerator:
 def pause(made: BatchGenerator) -> None:
     """Prolong each pass of the target by `PAUSE`."""
     watch(made._model, RuntimeError, lambda *_: bool(time.sleep(PAUSE)))
-
-
-def in_fork(work: Callable[[], object]) -> int:
-    """Start some work in a fork of this process; the fork ends with it."""
-    process = os.fork()
-    if process == 0:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - a fork must not return into the parent's code
-            sys.stderr.write(f"{error!r}\n")
-            sys.stderr.flush()
-            os._exit(1)
-        os._exit(0)
-    return process
-
-
-def exit_code(process: int) -> int:
-    """Wait for a fork; what it ended with, negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def rows_on_disk(path: Path) -> int:
