@@ -193,7 +193,7 @@ class ModelDrafter(Drafter):
             self._staged = self._runner.stage(self._known(tokens), positions, longest, keep=1)
 
     def begin(self, side: SideStream) -> None:
-        """Feed what was staged; a recorded pass beside the current stream, as it neither makes nor drops memory."""
+        """Feed what was staged; a recorded pass beside the current stream, of whose memory it drops nothing."""
         staged, self._staged = self._staged, None
         if staged is None:
             return

@@ -155,7 +155,8 @@ class PhaseTimes:
     """Seconds that one round spent in each of its phases.
 
     Attributes:
-        draft: Drafting.
+        draft: Drafting. On a CUDA device, the policy's work between rounds and the wait for the host as well: in rounds
+            with drafts, the first draft pass runs beside them.
         verify: The target's pass and the judging of its result.
         bookkeeping: Everything else.
         policy: What the policy took of all three, on the host: its signals, its answers, its learning.
