@@ -126,6 +126,10 @@ class SpeculativeLoop:
         """Whether one round of this call runs without drafts, so that its statistics can judge what drafting brings."""
         return self._config.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
 
+    def _probes(self, rounds: int) -> bool:
+        """Say whether the round that has `rounds` rounds before it measures a plain step."""
+        return self.probes_cost and rounds == COST_PROBE_ROUND
+
     @property
     def recording_costs(self) -> RecordingCosts:
         """What recording passes of both models has cost so far."""
@@ -201,8 +205,10 @@ class SpeculativeLoop:
         lengths = self._bounded(self._policy.draft_lengths(), going_on)
         download = Download([self._sequences.generated, kept, ended, verified.accepted, candidates.lengths, lengths])
         if self._overlaps:
-            self._drafter.begin(self._side)
-            if request.width == 0:
+            probe_follows = self._probes(self._rounds + 1)
+            if not probe_follows:
+                self._drafter.begin(self._side)
+            if request.width == 0 or probe_follows:
                 self._next_plain = self._stage_plain(going_on, longest)
         values = download.wait()
         self._side.join()
@@ -334,7 +340,7 @@ class SpeculativeLoop:
         """Ask for `lengths`, of the rows that go on; of none in the round that measures a plain step."""
         going_on = [not finished for finished in self._stopping.finished()]
         self._drop_finished_rows(going_on)
-        probes = self.probes_cost and self._rounds == COST_PROBE_ROUND
+        probes = self._probes(self._rounds)
         counts = [0 if probes or not on else n for n, on in zip(length_counts, going_on, strict=True)]
         active = upload(going_on, lengths.device)
         lengths = torch.zeros_like(lengths) if probes else torch.where(active, lengths, 0)

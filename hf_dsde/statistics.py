@@ -87,13 +87,15 @@ class SpeculationStatistics(SpeculationCounts):
 
     @property
     def plain_step_seconds(self) -> float | None:
-        """Median seconds (verify + bookkeeping) of rounds in which nobody drafted and every row took part.
+        """Seconds of a round in which nobody drafts and every row takes part; None when there was none.
 
-        None without such a round.
+        The median of verification and bookkeeping, and the shortest time in front of the pass: there a GPU waits for
+        the host, and in a round behind a draft also for a draft pass that turned out to be for nothing.
         """
-        plain = [r for r in self.rounds if r.is_plain]
-        seconds = [r.verify_seconds + r.bookkeeping_seconds for r in _undisturbed(plain)]
-        return median(seconds) if seconds else None
+        plain = _undisturbed([r for r in self.rounds if r.is_plain])
+        if not plain:
+            return None
+        return median(r.verify_seconds + r.bookkeeping_seconds for r in plain) + min(r.draft_seconds for r in plain)
 
     @property
     def draft_step_seconds(self) -> float | None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import hf_dsde
 from hf_dsde import loop
 from hf_dsde.drafting.model import ModelDrafter
+from hf_dsde.overlap import SideStream
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.timing import PhaseClock
 
@@ -79,6 +80,28 @@ def test_every_proposal_behind_a_proposal_finds_its_first_pass_under_way(under_w
     generate(target, noisy_copy(target, 0.05), "static", eos_token_id=None, pad_token_id=0)
     assert not under_way[0]
     assert all(under_way[1:])
+
+
+def test_nothing_runs_in_front_of_the_round_that_measures_a_plain_step(
+    under_way: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    original = ModelDrafter.begin
+
+    def begin(self: ModelDrafter, side: SideStream) -> None:
+        begun.append(len(under_way))
+        original(self, side)
+
+    monkeypatch.setattr(ModelDrafter, "begin", begin)
+    target = tiny_model()
+    call = {"max_new_tokens": loop.COST_PROBE_MIN_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+    output = generate(target, noisy_copy(target, 0.05), "static", **call, return_dict_in_generate=True)
+    rounds = output.speculation_statistics.rounds
+    (probe,) = [place for place, counts in enumerate(rounds) if counts.draft_steps == 0]
+    assert probe == loop.COST_PROBE_ROUND
+    # By then there has been a proposal in each round but that one; behind the third, nothing is begun.
+    assert begun == list(range(1, len(rounds)))
+    assert under_way == [False, *[True] * (probe - 1), False, *[True] * (len(rounds) - probe - 2)]
 
 
 def test_a_row_that_ends_does_not_keep_the_others_from_it(under_way: list[bool]) -> None:

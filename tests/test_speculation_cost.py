@@ -23,17 +23,20 @@ INPUTS = ragged_batch([3, 5])
 
 @pytest.fixture
 def draft_costs_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace the clock: every round's draft and target passes take a second each."""
+    """Replace the clock: a round's draft and target passes take a second each, where there are any."""
 
     class Clock:
-        def __init__(self, device: torch.device) -> None: ...
+        def __init__(self, device: torch.device) -> None:
+            self._rounds = 0
 
         def start(self, *, seamless: bool) -> None: ...
 
         def mark(self) -> None: ...
 
         def read(self, policy: float) -> PhaseTimes:
-            return PhaseTimes(draft=1.0, verify=1.0, bookkeeping=0.0, policy=policy)
+            self._rounds += 1
+            draft = float(self._rounds != loop.COST_PROBE_ROUND + 1)
+            return PhaseTimes(draft=draft, verify=1.0, bookkeeping=0.0, policy=policy)
 
     monkeypatch.setattr(loop, "PhaseClock", Clock)
     return

@@ -305,10 +305,10 @@ def test_the_policy_takes_part_of_the_rounds_and_adds_nothing_to_the_total() -> 
     assert statistics.to_dict()["ratios"]["policy_overhead"] == pytest.approx(0.05)
 
 
-def test_plain_step_is_the_median_of_rounds_in_which_nobody_drafted() -> None:
-    speculative = Times(draft=1.0, verify=5.0)
-    plain = [(0, 0, Times(draft=7.0, verify=v, bookkeeping=0.5)) for v in (4.0, 90.0, 5.0)]
-    assert timed([*plain, (2, 0, speculative)]).plain_step_seconds == 5.5
+def test_plain_step_is_the_median_of_rounds_in_which_nobody_drafted_and_their_shortest_wait() -> None:
+    speculative = Times(draft=0.125, verify=5.0)
+    plain = [(0, 0, Times(wait, verify, 0.5)) for wait, verify in ((7.0, 4.0), (0.25, 90.0), (9.0, 5.0))]
+    assert timed([*plain, (2, 0, speculative)]).plain_step_seconds == 5.75
 
 
 def test_without_a_plain_round_or_without_drafting_nothing_is_predicted() -> None:
