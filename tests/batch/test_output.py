@@ -11,24 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from output_job import JOB, ROWS, expected
+from outputs import FORMATS, indices, names, write
 
 from hf_dsde.batch.output import merge, open_output, read_results, remove_output
 
-FORMATS = [".jsonl", ".parquet"]
 SCRIPT = Path(__file__).with_name("output_job.py")
-
-
-def indices(path):
-    return [result.index for result in read_results(path)]
-
-
-def write(path, which, **options):
-    with open_output(path, job=JOB, **options) as output:
-        output.write([expected(i) for i in which])
-
-
-def names(folder):
-    return sorted(file.name for file in folder.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -5,25 +5,11 @@ from pathlib import Path
 
 import pytest
 from output_job import JOB, expected
+from outputs import FORMATS, indices, names, write
 
 from hf_dsde.batch import jsonl_output, parquet_output
 from hf_dsde.batch.output import merge, open_output, read_results
 from hf_dsde.batch.results import LENGTH, RowResult
-
-FORMATS = [".jsonl", ".parquet"]
-
-
-def indices(path):
-    return [result.index for result in read_results(path)]
-
-
-def write(path, which, **options):
-    with open_output(path, job=JOB, **options) as output:
-        output.write([expected(i) for i in which])
-
-
-def names(folder):
-    return sorted(file.name for file in folder.iterdir())
 
 
 def recorded_calls(monkeypatch):
