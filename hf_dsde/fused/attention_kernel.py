@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hf_dsde.fused.attention_plan import FEWEST_SLOTS, LaunchPlan, plan_launch
 from hf_dsde.fused.block import TokenBlock
+from hf_dsde.fused.chaining import await_inputs, chaining
 
 UNSEEN = tl.constexpr(-1e30)
 """Running maximum of scores before there is one. Finite, so that its difference to itself is 0 and not NaN."""
@@ -151,12 +152,14 @@ def _attention_kernel(
     divided: tl.constexpr,
     fewest: tl.constexpr,
     precision: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """One block of queries, one key-value head, one cache row, one part of its slots.
 
     Unless `divided`, `out` is the result. Otherwise `out` and `logsums` are partial results, `[T, Hq, splits, Dv]` and
     `[T, Hq, splits]`: means of values, and logarithms of the sums of weights, to base 2.
     """
+    await_inputs(chained)
     query_block = tl.program_id(0) % query_blocks
     split = tl.program_id(0) // query_blocks
     kv_head = tl.program_id(1).to(tl.int64)
@@ -228,8 +231,10 @@ def _merge_kernel(
     value_dim: tl.constexpr,
     block_value: tl.constexpr,
     splits: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Put the parts of one token and query head together; a token that is none gets the value in slot 0."""
+    await_inputs(chained)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     index = token * tl.num_programs(1) + head
@@ -323,13 +328,13 @@ def launch_attention(
         block_dim=max(16, triton.next_power_of_2(dim)), block_value=max(16, block_value),
         block_m=plan.block_m, block_n=plan.block_n, divided=splits > 1, fewest=FEWEST_SLOTS,
         precision="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=plan.warps, num_stages=plan.stages,
+        num_warps=plan.warps, num_stages=plan.stages, **chaining(q.device),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(total, heads)](
             means, logsums, values, out, block.rows, block.positions, *value_strides[:2], group,
             value_dim=value_dim, block_value=block_value, splits=splits,
-            num_warps=4 if splits * block_value > 1024 else 2,
+            num_warps=4 if splits * block_value > 1024 else 2, **chaining(q.device),
         )  # fmt: skip
     return out
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_dsde.fused.attention_kernel import ragged_attention
+from hf_dsde.fused.chaining import await_inputs, chaining
 from hf_dsde.fused.skinny_linear import gated_linear, linears, pays
 
 __all__ = [
@@ -52,13 +53,15 @@ def _norm_kernel(
     block: tl.constexpr,
     tile: tl.constexpr,
     add: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Normalise `tile` of `total` vectors of `dim` elements, after adding `residual` to them if `add` says so."""
     vector = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)[:, None]
     column = tl.arange(0, block)[None, :]
     present = (vector < total) & (column < dim)
-    value = tl.load(x + vector * x_row + column, mask=present, other=0.0).to(tl.float32)
     factor = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)
+    await_inputs(chained)
+    value = tl.load(x + vector * x_row + column, mask=present, other=0.0).to(tl.float32)
     dtype = normed.dtype.element_ty
     if add:
         value += tl.load(residual + vector * residual_row + column, mask=present, other=0.0).to(tl.float32)
@@ -81,6 +84,7 @@ def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         _norm_kernel[(triton.cdiv(total, tile),)](
             x, other, weight, normed, summed, total, eps, _row_stride(x), _row_stride(other),
             dim=dim, block=block, tile=tile, add=residual is not None, num_warps=4 if block <= 2048 else 8,
+            **chaining(x.device),
         )  # fmt: skip
     return normed, summed
 
@@ -123,7 +127,9 @@ def _silu_mul_kernel(
     up_row: int,
     dim: tl.constexpr,
     block: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
+    await_inputs(chained)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     present = column < dim
@@ -148,8 +154,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty((total, dim), dtype=gate.dtype, device=gate.device)
     if total:
         _silu_mul_kernel[(total, triton.cdiv(dim, TILE))](
-            gate, up, out, _row_stride(gate), _row_stride(up), dim=dim, block=TILE, num_warps=4
-        )
+            gate, up, out, _row_stride(gate), _row_stride(up), dim=dim, block=TILE, num_warps=4,
+            **chaining(gate.device),
+        )  # fmt: skip
     return out
 
 
@@ -221,8 +228,10 @@ def _rotate_and_store_kernel(
     block_heads: tl.constexpr,
     q_parts: tl.constexpr,
     k_parts: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Handle a group of heads of one token: first come the groups of queries, then those of keys, then of values."""
+    await_inputs(chained)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     lane = tl.arange(0, block_heads)
@@ -293,6 +302,7 @@ def rotate_and_store(
             block_heads=block_heads, q_parts=q_parts, k_parts=k_parts, num_warps=4,
             # Fused into one instruction, a product and the sum behind it would lose the rounding between them.
             enable_fp_fusion=False,
+            **chaining(q.device),
         )  # fmt: skip
     return out
 

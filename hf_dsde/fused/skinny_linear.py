@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_dsde.fused.chaining import await_inputs, chaining
+
 MOST_TOKENS = 64
 """What the kernels take. Beyond it, a product no longer is a mere pass over its weights."""
 PAYING = {
@@ -189,6 +191,7 @@ def _linears_kernel(
     even: tl.constexpr,
     stages: tl.constexpr,
     precision: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """All tokens times `block_n` rows of one weight: first come the programs of the first weight, then the others'."""
     block = tl.program_id(0)
@@ -205,6 +208,7 @@ def _linears_kernel(
                     weight, bias, out, rows, biased = weight2, bias2, out2, rows2, biased2
     row = block * block_n + tl.arange(0, block_n)
     read = tl.minimum(row, rows - 1)  # a row behind the last is computed again rather than masked, and not stored
+    await_inputs(chained)
     parts = tl.zeros((slices, block_m, block_n), tl.float32)
     for start in tl.range(0, width, block_k, num_stages=stages):
         states = _tokens(x, start, total, width, x_row, block_m, block_k, slices, even)
@@ -235,10 +239,12 @@ def _gated_kernel(
     even: tl.constexpr,
     stages: tl.constexpr,
     precision: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """All tokens times `block_n` rows of both weights, and the gated product of the two results."""
     row = tl.program_id(0) * block_n + tl.arange(0, block_n)
     read = tl.minimum(row, rows - 1)
+    await_inputs(chained)
     gate_parts = tl.zeros((slices, block_m, block_n), tl.float32)
     up_parts = tl.zeros((slices, block_m, block_n), tl.float32)
     for start in tl.range(0, width, block_k, num_stages=stages):
@@ -343,6 +349,7 @@ def _constants(x: Tensor, plan: SkinnyPlan) -> dict[str, object]:
         "stages": plan.stages,
         "precision": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": plan.warps,
+        **chaining(x.device),
     }
 
 

@@ -21,9 +21,12 @@ from kernel_cases import (
     slow_linear,
     without_positions,
 )
+from tiny_models import tiny_model
 from torch.nn import functional
 
+from hf_dsde import SpeculationConfig
 from hf_dsde.fused import reference
+from hf_dsde.runners import create_runner
 
 pytestmark = pytest.mark.gpu
 
@@ -277,3 +280,34 @@ def test_a_recorded_product_follows_the_contents_of_its_tensors(kernels):
         expected = [*kernels.linears(x, weights, biases), kernels.gated_linear(x, weights[0], weights[0])]
         for found, right in zip(recorded, expected, strict=True):
             assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_kernels_that_are_set_up_early_give_what_others_give(kernels, width, monkeypatch):
+    """The same arithmetic, bit for bit, in a chain of kernels which all read what the one in front wrote."""
+    from hf_dsde.fused import attention_kernel, chaining, skinny_linear
+
+    device = torch.device("cuda", 0)
+    if not chaining.chaining(device)["chained"]:
+        pytest.skip("needs compute capability 9.0")
+    model = tiny_model(hidden_size=128, intermediate_size=256, head_dim=32).to(device, BFLOAT16)
+    rows, lengths = 6, torch.tensor([40, 7, 33, 1, 20, 12])
+
+    def logits(chained):
+        for module in (kernels, skinny_linear, attention_kernel):
+            arguments = chaining.chaining(device) if chained else {"chained": False}
+            monkeypatch.setattr(module, "chaining", lambda _, arguments=arguments: arguments)
+        generator = torch.Generator().manual_seed(0)
+        runner = create_runner(model, rows, 256, SpeculationConfig())
+        seen = []
+        with torch.no_grad(), runner.active():
+            prompts = torch.randint(3, 90, (rows, 40), generator=generator)
+            runner.prefill(prompts.to(device), lengths.to(device), 40)
+            for step in range(60):
+                tokens = torch.randint(3, 90, (rows, width), generator=generator)
+                positions = lengths[:, None] + step * width + torch.arange(width)
+                seen.append(runner.forward(tokens.to(device), positions.to(device), 40 + 60 * width))
+        assert runner.recording_costs.passes == 1
+        return torch.stack(seen)
+
+    assert torch.equal(logits(chained=True), logits(chained=False))
