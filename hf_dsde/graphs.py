@@ -106,9 +106,7 @@ class CudaCapture:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                body()
-                with _waiting_raises():
-                    body()
+                _warm_up(body)
                 if not self._replays:
                     self._pool = torch.cuda.graph_pool_handle()
                 torch._C._cuda_clearCublasWorkspaces()
@@ -144,6 +142,20 @@ class CudaCapture:
             graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
             torch.zeros(1, device=self._device)  # torch warns of empty graphs
             graph.capture_end()
+
+
+def _warm_up(body: Body) -> None:
+    """Run a body without letting it wait for the device; once more if it does so the first time only.
+
+    Launching a pass takes the host as long as replaying several, so that it is not done more often than it must.
+    """
+    try:
+        with _waiting_raises():
+            body()
+    except Exception:  # noqa: BLE001 - what was only needed the first time has been done, or this raises it again
+        body()
+        with _waiting_raises():
+            body()
 
 
 @contextmanager

@@ -277,6 +277,18 @@ class ModelRunner(ABC):
             buffers = BlockBuffers(len(rows), self.padded_width(end - start), self.device)
             self._run_on(buffers, tokens.view(len(rows), -1)[:, start:end], positions, end, 1, places)
 
+    def store(self, places: Sequence[tuple[int, int]], tokens: Tensor) -> bool:  # noqa: ARG002 - none by default
+        """Store tokens behind each other, whatever row they belong to, if that is a recorded pass; want no logits.
+
+        Args:
+            places: Row and position of each token; a row's tokens stand together, ascending.
+            tokens: `[len(places)]`, int64.
+
+        Returns:
+            Whether it was done; if not, some may have been stored.
+        """
+        return False
+
     def finish(self) -> None:  # noqa: B027 - only some runners keep something
         """Give back what later calls can use: this one is done."""
 

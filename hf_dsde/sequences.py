@@ -127,6 +127,13 @@ class SequenceBatch:
         columns = (self.padding[:, None] + positions).clamp_min(0)
         return self.tokens.gather(1, columns), positions
 
+    def tokens_at(self, places: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the tokens at some places, each a row and a position, `[len(places)]`, int64."""
+        rows, positions = upload([value for column in zip(*places, strict=True) for value in column], self.device).view(
+            2, -1
+        )
+        return self.tokens[rows, self.padding[rows] + positions]
+
     def write_behind(self, tokens: Tensor, offset: int = 0) -> None:
         """Write draft tokens `[rows, width]` behind the known text, `offset` columns after its end."""
         first = self.prompt_width + self.generated[:, None] + offset

@@ -161,6 +161,14 @@ def test_a_bound_on_lengths_does_not_make_the_cache_grow() -> None:
     assert workspace.cache.capacity == CAPACITY_STEP < MIN_REACH
 
 
+def test_bounds_of_lengths_are_few() -> None:
+    target = tiny_model()
+    runner = create_runner(target, 1, 20_000, SpeculationConfig(runner="graph"))
+    assert isinstance(runner, GraphRunner)
+    reaches = [runner._reach(longest) for longest in (1, 512, 513, 2048, 2049, 8192, 8193, 19_000)]
+    assert reaches == [512, 512, 2048, 2048, 8192, 8192, runner.cache.capacity, runner.cache.capacity]
+
+
 def test_a_single_graph_is_enough_to_be_right(recording: list[NotingCapture]) -> None:  # noqa: F811
     target = tiny_model()
     expected = plain(target, new_tokens=12)

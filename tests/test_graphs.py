@@ -188,6 +188,21 @@ class TestCudaCapture:
             CudaCapture(CUDA)(body)
         check_device_works()
 
+    @pytest.mark.parametrize("waits_first", [False, True])
+    def test_a_body_runs_twice_unless_it_waits_the_first_time(self, waits_first: bool) -> None:
+        x = torch.ones(4, device=CUDA)
+        runs: list[float] = []
+
+        def body() -> torch.Tensor:
+            runs.append(float(x[0]) if waits_first and not runs else 0.0)
+            return x + 1
+
+        replay = CudaCapture(CUDA)(body)
+        assert len(runs) == (3 if waits_first else 2)
+        x.fill_(3)
+        replay()
+        assert replay.output.tolist() == [4.0] * 4
+
     def test_a_body_that_raises_breaks_nothing(self) -> None:
         x = torch.ones(4, device=CUDA)
         calls = []

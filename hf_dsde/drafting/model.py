@@ -35,6 +35,10 @@ everything else leaves a distribution, and no NaN."""
 RECORDED_WIDTHS = (1, 2, 8, 32, 64)
 """A draft is fed one token per row, two behind a proposal, and more only when rounds without drafts lie behind it: any
 number, which shall not be another pass to record."""
+LONG_GAP = 8
+"""Tokens that a row may miss and still be caught up in the first pass of a proposal, whether it drafts or not. Whoever
+misses more is caught up when it drafts, by passes of its own where there are recorded ones: a probe in a few rows then
+does not cost what all rows have missed."""
 
 
 @dataclass
@@ -184,7 +188,7 @@ class ModelDrafter(Drafter):
         return candidates
 
     def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:
-        """Stage each row's last two tokens: behind a proposal, no row that can draft again misses more."""
+        """Stage each row's last two tokens: behind a proposal, no row that drafted misses more."""
         self._staged = self._prepared = None
         fits = self._context is None or longest <= self._context
         if self._device == sequences.device and fits and self._caught_up:
@@ -213,21 +217,32 @@ class ModelDrafter(Drafter):
     def _catch_up(self, sequences: SequenceBatch, request: DraftRequest) -> Tensor:
         """Feed what each row misses up to its last token; return the logits behind it, `[rows, vocabulary]`."""
         lengths = sequences.length_counts
+        missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         fits = [
-            drafts > 0 or (active and (self._context is None or length <= self._context))
-            for drafts, active, length in zip(request.length_counts, request.active_rows, lengths, strict=True)
+            drafts > 0 or (active and gap <= LONG_GAP and (self._context is None or length <= self._context))
+            for drafts, active, gap, length in zip(
+                request.length_counts, request.active_rows, missing, lengths, strict=True
+            )
         ]
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
-        if self._prepared is not None:
-            prepared, self._prepared = self._prepared, None
+        prepared, self._prepared = self._prepared, None
+        rows = [row for row, fit in enumerate(fits) if fit]
+        if prepared is not None and max(missing[row] for row in rows) <= 2:
             return prepared
-        missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
-        width = max(count for count, fit in zip(missing, fits, strict=True) if fit)
+        self._store_gaps(sequences, [row for row in rows if missing[row] > LONG_GAP])
+        width = max(lengths[row] - self._cached[row] for row in rows)
         tokens, positions = sequences.tail(width)
         if not all(fits):
             positions = positions.masked_fill(~upload(fits, positions.device)[:, None], -1)
-        longest = max(length for length, fit in zip(lengths, fits, strict=True) if fit)
-        return self._last_logits(tokens, positions, longest)
+        return self._last_logits(tokens, positions, max(lengths[row] for row in rows))
+
+    def _store_gaps(self, sequences: SequenceBatch, rows: Sequence[int]) -> None:
+        """Store all that rows miss but their last tokens, if the runner has recorded passes for that."""
+        ends = sequences.length_counts
+        places = [(row, position) for row in rows for position in range(self._cached[row], ends[row] - 1)]
+        if places and self._runner.store(places, self._known(sequences.tokens_at(places)).to(self._device)):
+            for row in rows:
+                self._cached[row] = ends[row] - 1
 
     def _stage(
         self, sequences: SequenceBatch, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor

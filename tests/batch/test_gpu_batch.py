@@ -80,7 +80,12 @@ def test_policies_that_learn_keep_the_text(policy: str) -> None:
 def test_prompts_of_refilled_rows_are_stored_by_recorded_passes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = []
     original = GraphRunner._store
-    monkeypatch.setattr(GraphRunner, "_store", lambda self, flat: stored.append(original(self, flat)) or stored[-1])
+
+    def store(self, *arguments):
+        stored.append(original(self, *arguments))
+        return stored[-1]
+
+    monkeypatch.setattr(GraphRunner, "_store", store)
     monkeypatch.setattr("hf_dsde.graph_runner.STORED_SIZES", (16, 64))
     assert texts(generator(pair(family))) == alone(family)
     assert stored
