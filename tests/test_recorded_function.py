@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_dsde
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import CostModel, LiveCosts
-from hf_dsde.policies import BatchInfo, DraftStep, MarginalGoodputPolicy, RoundOutcome
+from hf_dsde.policies import BatchInfo, DraftStep, GoodputPolicy, MarginalGoodputPolicy, RoundOutcome
 from hf_dsde.policies.base import as_it_is
 from hf_dsde.recorded_function import FunctionRecorder, RecordedFunction, function_recorder
 from hf_dsde.runners import RunnerWarning
@@ -297,6 +297,41 @@ def test_marginal_goodput_decides_alike_recorded_or_not(sampled: bool) -> None:
     if not sampled:  # labels that are exact probabilities surprise less, and tempt less to draft long
         assert surprises > 0
         assert 12 in lengths
+
+
+@pytest.mark.parametrize("knobs", [{}, {"interval": 3, "estimator": "drafted"}, {"num_draft_tokens": 0}], ids=str)
+def test_goodput_decides_alike_recorded_or_not(knobs: dict[str, Any], recording: list[NotingCapture]) -> None:  # noqa: F811
+    rows, generator = 6, torch.Generator().manual_seed(0)
+    policies = [GoodputPolicy(probe_share=0.05, **knobs) for _ in range(2)]
+    # Drafting must not pay at first, to be probed, and pay later.
+    model = CostModel.relative(0.1, [1 + 0.0301 * k for k in range(9)], rows)
+    costs = [LiveCosts(model, rows) for _ in policies]
+    for policy, live, record in zip(policies, costs, (as_it_is, FunctionRecorder(CPU)), strict=True):
+        policy.start(BatchInfo(rows, CPU, VOCABULARY, 8, 1000, live, record))
+    seen = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RunnerWarning)
+        for number in range(120):
+            first, second = (policy.draft_lengths() for policy in policies)
+            assert torch.equal(first, second)
+            seen.add(tuple(first.tolist()))
+            active = torch.rand(rows, generator=generator) < 0.9
+            hits = torch.rand(rows, 9, generator=generator) < (0.02 if 20 <= number < 80 else 0.9)
+            drafted = first * active
+            outcome = RoundOutcome(drafted, torch.minimum(hits.long().cumprod(1).sum(1), drafted), active)
+            for policy, live in zip(policies, costs, strict=True):
+                policy.observe(outcome)
+                live.observe(draft_steps=1, width=2, draft=0.1 + number / 2000, verify=1.03, overhead=0.0)
+            if number % 30 == 29:
+                index = torch.randperm(rows, generator=generator)
+                index[0] = -1
+                for policy in policies:
+                    policy.select_rows(index)
+    assert torch.equal(policies[0].acceptance, policies[1].acceptance)
+    assert [capture.recorded for capture in recording] == [2], "the recorder's own piece of memory, and the function"
+    if not knobs:
+        assert any(sum(lengths) in range(1, 5) for lengths in seen), "never probed"
+        assert (3,) * rows in seen or (4,) * rows in seen
 
 
 def test_marginal_goodput_starts_anew_after_recording() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,13 +30,27 @@ def expected_tokens(acceptance: Tensor, longest: int) -> Tensor:
     return torch.pow(acceptance, exponents).cumsum(0)
 
 
+PROBED_ROWS = 4
+"""Rows that draft in a probe: what a draft has missed while nobody drafted, it has to take in for each of them."""
+
+
+class _State(NamedTuple):
+    """What is remembered from round to round."""
+
+    acceptance: Tensor  # scalar, float32: running acceptance probability
+    best: Tensor  # scalar, int64: length of the best goodput, as of the last decision
+    budget: Tensor  # scalar, float32: time put aside for probes, in plain steps
+    probing: Tensor  # scalar, bool: whether a length of 0 is replaced by a probe
+    lengths: Tensor  # [rows], int64: what is drafted next
+
+
 @register("goodput")
 class GoodputPolicy(StoppingPolicy):
     """All rows draft the length with the best ratio of expected tokens to measured time; 0 is a length.
 
     The acceptance probability is one number for the whole batch, followed by an exponential average. While the best
     length is 0 nothing can be learnt, and as published that is for ever: here a small share of the time goes into
-    drafting one token nevertheless, and a probe that pays for itself costs nothing of that share.
+    drafting one token in a few rows nevertheless, and a probe that pays for itself costs nothing of that share.
 
     Args:
         num_draft_tokens: The longest draft.
@@ -70,71 +86,101 @@ class GoodputPolicy(StoppingPolicy):
         self.plain_bonus = check_number("plain_bonus", plain_bonus, 0.0)
         self.probe_share = check_number("probe_share", probe_share, 0.0, 1.0)
         self.estimator = check_choice("estimator", estimator, ("tested", "drafted"))
-        self._rows = 0
+        self._state: _State | None = None
+
+    @property
+    def _known(self) -> _State:
+        if self._state is None:
+            raise RuntimeError("GoodputPolicy was used before `start(batch)`.")
+        return self._state
 
     @property
     def acceptance(self) -> Tensor:
         """The running acceptance probability, scalar, float32."""
-        self._check_started()
-        return self._acceptance
+        return self._known.acceptance
 
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
         self._longest = min(self.num_draft_tokens, batch.max_draft_length)
         self._table = CostTable(batch, self._longest)
-        self._rows = batch.rows
         self._rounds = 0
-        self._acceptance = torch.full((), self.initial_acceptance, device=batch.device)
-        self._budget = torch.zeros((), device=batch.device)
-        self._probing = torch.zeros((), dtype=torch.bool, device=batch.device)
-        self._best = self._best_length()
-        self._length = self._best
+        self._due = {due: torch.full((), due, device=batch.device) for due in (False, True)}
+        acceptance = torch.full((), self.initial_acceptance, device=batch.device)
+        best = self._best_length(acceptance, self._table.times)
+        self._state = _State(
+            acceptance=acceptance,
+            best=best,
+            budget=torch.zeros((), device=batch.device),
+            probing=torch.zeros((), dtype=torch.bool, device=batch.device),
+            lengths=best.repeat(batch.rows),
+        )
+        self._end_round = batch.record(self._next_state)
+        if batch.records:  # now, or the first round would look slow to whoever measures it
+            none = torch.zeros(batch.rows, dtype=torch.int64, device=batch.device)
+            self._end_round(none, none, none == 0, self._table.times, self._due[True], *self._state[:4])
 
     def draft_lengths(self) -> Tensor:
-        """The same length for every row, shape `[rows]`, int64."""
-        self._check_started()
-        return self._length.expand(self._rows)
+        """The same length for every row, shape `[rows]`, int64; in a probe 1 for a few and 0 for the others."""
+        return self._known.lengths
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Follow the acceptance probability, put time aside for probes, and decide on the next length."""
-        drafted = outcome.drafted.sum()
-        accepted = outcome.accepted.sum()
-        judged = torch.minimum(outcome.accepted + 1, outcome.drafted).sum()
-        total = judged if self.estimator == "tested" else drafted
-        followed = self.decay * self._acceptance + (1 - self.decay) * accepted / total.clamp_min(1)
-        self._acceptance = torch.where(drafted > 0, followed, self._acceptance)
         self._rounds += 1
         self._table.refresh()
-        if self._rounds % self.interval == 0:
-            self._best = self._best_length()
-        self._account(outcome)
+        due = self._due[self._rounds % self.interval == 0]
+        counts = (outcome.drafted, outcome.accepted, outcome.active)
+        self._state = _State(*self._end_round(*counts, self._table.times, due, *self._known[:4]))
 
-    def _best_length(self) -> Tensor:
+    def _next_state(
+        self,
+        drafted: Tensor,
+        accepted: Tensor,
+        active: Tensor,
+        times: Tensor,
+        due: Tensor,
+        acceptance: Tensor,
+        best: Tensor,
+        budget: Tensor,
+        probing: Tensor,
+    ) -> _State:
+        """The state behind a round.
+
+        Args:
+            drafted: As in `RoundOutcome`.
+            accepted: As in `RoundOutcome`.
+            active: As in `RoundOutcome`.
+            times: As in `CostTable`.
+            due: Whether the best length is decided on again, scalar, bool.
+            acceptance: As in `_State`, of the round before.
+            best: Likewise.
+            budget: Likewise.
+            probing: Likewise.
+        """
+        judged = torch.minimum(accepted + 1, drafted) if self.estimator == "tested" else drafted
+        gained, longest = accepted.sum(), drafted.max()
+        followed = self.decay * acceptance + (1 - self.decay) * gained / judged.sum().clamp_min(1)
+        acceptance = torch.where(longest > 0, followed, acceptance)
+        best = torch.where(due, self._best_length(acceptance, times), best)
+        if self._longest == 0:
+            return _State(acceptance, best, budget, probing, best.expand_as(drafted))
+        price = times[1] - times[0]
+        # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
+        worth = gained / active.sum().clamp_min(1)
+        refund = torch.minimum(worth, price) * probing
+        put_aside = self.probe_share * times.take(longest.clamp_max(self._longest))
+        budget = torch.minimum(budget + refund + put_aside, 2 * torch.maximum(price, put_aside))
+        probing = (best == 0) & (budget >= price) & (price > 0)
+        probed = probing & active & (active.cumsum(0) <= PROBED_ROWS)
+        return _State(acceptance, best, budget - price * probing, probing, lengths=best + probed)
+
+    def _best_length(self, acceptance: Tensor, times: Tensor) -> Tensor:
         """The length of the best goodput, the shortest among equals, scalar, int64."""
-        goodput = expected_tokens(self._acceptance, self._longest) / self._table.times
+        goodput = expected_tokens(acceptance, self._longest) / times
         goodput = torch.cat([goodput[:1] * self.plain_bonus, goodput[1:]])
         return goodput.argmax()
 
-    def _account(self, outcome: RoundOutcome) -> None:
-        """Decide whether a length of 0 becomes a probe of 1, paid from time put aside."""
-        if self._longest == 0:
-            self._length = self._best
-            return
-        price = self._table.times[1] - self._table.times[0]
-        # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
-        worth = outcome.accepted.sum() / outcome.active.sum().clamp_min(1)
-        refund = torch.where(self._probing, torch.minimum(worth, price), 0.0)
-        width = outcome.drafted.max().clamp_max(self._longest)
-        put_aside = self.probe_share * self._table.times.take(width)
-        self._budget = torch.minimum(self._budget + refund + put_aside, 2 * price.clamp_min(put_aside))
-        self._probing = (self._best == 0) & (self._budget >= price) & (price > 0)
-        self._budget = self._budget - torch.where(self._probing, price, 0.0)
-        self._length = torch.where(self._probing, 1, self._best)
-
     def select_rows(self, index: Tensor) -> None:
-        """Rearrange the batch; nothing is kept per row. `index` is int64, `[places]`."""
-        self._rows = len(index)
-
-    def _check_started(self) -> None:
-        if self._rows == 0:
-            raise RuntimeError("GoodputPolicy was used before `start(batch)`.")
+        """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
+        known = self._known
+        kept = known.lengths.index_select(0, index.clamp_min(0))
+        self._state = known._replace(lengths=torch.where(index >= 0, kept, known.best))

@@ -22,9 +22,12 @@ class ReferenceGoodput:
     budget: float = 0.0
     probing: bool = False
     probes: list[int] = field(default_factory=list)
+    rows: int = 4
+    lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.best = self.length = self.best_length()
+        self.lengths = [self.length] * self.rows
 
     def goodput(self, length: int) -> float:
         tokens = 0.0
@@ -58,3 +61,7 @@ class ReferenceGoodput:
             self.budget -= price
             self.probes.append(self.rounds)
         self.length = 1 if self.probing else self.best
+        self.lengths = [self.length] * self.rows
+        if self.probing:
+            going_on = [row for row in range(self.rows) if active[row]]
+            self.lengths = [1 if row in going_on[:4] else 0 for row in range(self.rows)]

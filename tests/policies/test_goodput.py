@@ -66,22 +66,22 @@ def test_the_first_length_is_the_best_for_the_initial_acceptance(
 )
 def test_follows_the_equations_on_random_rounds(seed: int, draft_cost: float, knobs: dict[str, Any]) -> None:
     policy = GoodputPolicy(**knobs)
-    policy.start(batch(4, draft_cost, CHEAP))
+    policy.start(batch(6, draft_cost, CHEAP))
     arguments = {"acceptance" if key == "initial_acceptance" else key: value for key, value in knobs.items()}
-    reference = ReferenceGoodput(times(draft_cost, CHEAP, 8), **arguments)
+    reference = ReferenceGoodput(times(draft_cost, CHEAP, 8), rows=6, **arguments)
     generator = torch.Generator().manual_seed(seed)
     level = 0.9
     for number in range(60):
         level = 0.05 if number == 20 else 0.9 if number == 40 else level
-        length = int(policy.draft_lengths()[0])
+        lengths = policy.draft_lengths().tolist()
         gaps = sorted(abs(reference.goodput(k) - reference.goodput(reference.best_length())) for k in range(9))
         if gaps[1] > 1e-6 and reference.interval == 1:  # else rounding may decide between equals
-            assert length == reference.length
-        elif length != reference.length:
+            assert lengths == reference.lengths
+        elif lengths != reference.lengths:
             return
-        active = (torch.rand(4, generator=generator) < 0.9).tolist()
-        drafted = [length if on else 0 for on in active]
-        draws = torch.rand(4, 8, generator=generator) < level
+        active = (torch.rand(6, generator=generator) < 0.9).tolist()
+        drafted = [length if on else 0 for length, on in zip(lengths, active, strict=True)]
+        draws = torch.rand(6, 8, generator=generator) < level
         accepted = [min(int(row.long().cumprod(0).sum()), d) for row, d in zip(draws, drafted, strict=True)]
         policy.observe(outcome(drafted, accepted, active))
         reference.observe(drafted, accepted, active)
@@ -129,6 +129,16 @@ def test_probes_that_lose_take_no_more_than_their_share() -> None:
     lengths = play(policy, 1000, 0.0, torch.Generator().manual_seed(0))
     price = 0.2 + 0.03
     assert 0.01 < sum(lengths) * price / 1000 < 0.021
+
+
+def test_a_probe_drafts_one_token_in_the_first_rows_that_go_on() -> None:
+    policy = GoodputPolicy(initial_acceptance=0.0, probe_share=1.0)
+    policy.start(batch(8, 0.2, CHEAP))
+    assert policy.draft_lengths().tolist() == [0] * 8
+    policy.observe(outcome([0] * 8, [0] * 8, [True, False, True, True, True, False, True, True]))
+    assert policy.draft_lengths().tolist() == [1, 0, 1, 1, 1, 0, 0, 0]
+    policy.select_rows(torch.tensor([4, -1, 0, 7]))
+    assert policy.draft_lengths().tolist() == [1, 0, 1, 0], "a new row is not part of it"
 
 
 def test_changed_costs_change_the_length() -> None:
