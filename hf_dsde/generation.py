@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_dsde import compat, refusals
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.model import ModelDrafter
-from hf_dsde.loop import Recording, SpeculativeLoop
-from hf_dsde.outputs import SpeculativeGenerateOutput, StepRecorder
+from hf_dsde.loop import SpeculativeLoop
+from hf_dsde.outputs import Recording, SpeculativeGenerateOutput, StepRecorder
 from hf_dsde.policies.base import StoppingPolicy
 from hf_dsde.runners import create_runner
 from hf_dsde.sampling import BlockProcessor

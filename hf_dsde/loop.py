@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,13 +24,14 @@ from hf_dsde.costs import LiveCosts
 from hf_dsde.counts import RoundRecorder
 from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
 from hf_dsde.graphs import RecordingCosts
-from hf_dsde.outputs import StepRecorder
+from hf_dsde.outputs import Recording
 from hf_dsde.overlap import SideStream, overlaps
+from hf_dsde.plain_step import PlainStep
 from hf_dsde.policies.base import BatchInfo, PhaseTimes, Signal, StoppingPolicy
 from hf_dsde.recorded_function import function_recorder
 from hf_dsde.round_outcome import FinishedRound, outcome_of
 from hf_dsde.runner import ModelRunner
-from hf_dsde.sampling import ScoreProcessor, choose
+from hf_dsde.sampling import ScoreProcessor
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.stopping import Stopping
 from hf_dsde.timing import PhaseClock, TimedPolicy
@@ -45,25 +45,6 @@ DROPPED_SHARE = 0.25
 """Rows leave the models' passes when at least this share of the rows in them has finished."""
 COST_PROBE_MIN_TOKENS = 64
 """Calls that may emit fewer tokens than this are not probed: a plain round would cost them too large a share."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What is collected per step for the output."""
-
-    scores: StepRecorder | None = None
-    logits: StepRecorder | None = None
-
-    def add(self, scores: Tensor, logits: Tensor, emitted: list[int]) -> None:
-        """Keep a round's columns of emitted tokens; both tensors are `[rows, width, vocabulary]`, float32."""
-        if self.scores is not None:
-            self.scores.add(scores, emitted)
-        if self.logits is not None:
-            self.logits.add(logits, emitted)
-
-    def scores_until(self, step: int) -> tuple[Tensor, ...] | None:
-        """Return the scores of the first `step` steps; None when none are collected."""
-        return None if self.scores is None else self.scores.steps(step)
 
 
 class SpeculativeLoop:
@@ -118,7 +99,10 @@ class SpeculativeLoop:
         self._passes_before = 0
         self._overlaps = overlaps(sequences.device)
         self._side = SideStream(sequences.device)
-        self._next_plain: Callable[[], Tensor] | None = None
+        self._plain = PlainStep(target, sequences)
+        self._plain_rounds = 0
+        self._postponed: Tensor | None = None
+        self._resumes = False
         self._note: Callable[[], None] | None = None
 
     @property
@@ -181,14 +165,14 @@ class SpeculativeLoop:
         """Draft, verify, commit, observe; return what the next round shall draft."""
         self._clock.start(seamless=self._overlaps)
         candidates = self._draft(request)
-        self._clock.mark()
+        self._clock.mark(again=self._plain.begun)
         passed = self._run_target(candidates, request)
         self._catch_up_on_notes()
         logits = passed.logits.to(self._sequences.device)
         scores = self._process(logits, self._sequences, self._columns(candidates, request))
-        verified = self._verify(scores, candidates)
+        verified = verification.verify(scores, candidates.probs, candidates.tokens, candidates.lengths)
         self._clock.mark()
-        new_tokens = _block(candidates.tokens, verified)
+        new_tokens = verified.behind(candidates.tokens)
         counts = torch.where(request.active, verified.accepted + 1, 0)
         kept, ended = self._stopping.cut(new_tokens, counts)
         self._sequences.append(new_tokens, kept)
@@ -198,33 +182,33 @@ class SpeculativeLoop:
             self._clock.mark()
             longest = max(self._sequences.length_counts) + candidates.width + 1
             self._drafter.prepare(self._sequences, going_on, longest)
+            if self._expects_plain(1):
+                self._plain.prepare(going_on, longest)
             self._side.fork()
-        with self._policy.timed():
-            outcome = outcome_of(done, self._policy.requires, self._times)
-        self._policy.observe(outcome)
-        lengths = self._bounded(self._policy.draft_lengths(), going_on)
+        lengths = self._bounded(self._ask(done), going_on)
         download = Download([self._sequences.generated, kept, ended, verified.accepted, candidates.lengths, lengths])
         if self._overlaps:
-            probe_follows = self._probes(self._rounds + 1)
-            if not probe_follows:
-                self._drafter.begin(self._side)
-            if request.width == 0 or probe_follows:
-                self._next_plain = self._stage_plain(going_on, longest)
-        values = download.wait()
-        self._side.join()
+            self._begin_next()
+        try:
+            values = download.wait()
+        finally:
+            self._side.join()
         return self._request(lengths, self._settle(done, *values))
 
     def _draft(self, request: DraftRequest) -> CandidateBatch:
         """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
+        self._resumes = request.width > 0 and self._plain_rounds > 1
+        self._plain_rounds = 0 if request.width > 0 else self._plain_rounds + 1
         if request.width > 0:
             return self._drafter.propose(self._sequences, request, self._policy)
         return CandidateBatch.nothing(request.lengths, self._vocabulary_size, self._do_sample, self._policy.requires)
 
     def _run_target(self, candidates: CandidateBatch, request: DraftRequest) -> PassResult:
         """Run the last token and the draft tokens of every row; logits are `[rows, width + 1, vocabulary]`."""
-        ready, self._next_plain = self._next_plain, None
-        if ready is not None and candidates.width == 0:
-            return PassResult(ready())
+        if candidates.width:
+            self._plain.forget()
+        elif (ready := self._plain.take()) is not None:
+            return PassResult(ready)
         last, position = self._sequences.tail(1)
         tokens = torch.cat([last, candidates.tokens], dim=1)
         column = torch.arange(tokens.shape[1], device=tokens.device)
@@ -234,10 +218,30 @@ class SpeculativeLoop:
         longest = max(self._sequences.length_counts) + candidates.width
         return self._pass.run(tokens, positions, counts, known, longest)
 
-    def _stage_plain(self, going_on: Tensor, longest: int) -> Callable[[], Tensor]:
-        """Get a step without drafts ready: behind one, another is likely."""
-        last, position = self._sequences.tail(1)
-        return self._target.stage(last, position.masked_fill(~going_on[:, None], -1), longest)
+    def _ask(self, done: FinishedRound) -> Tensor:
+        """Tell the policy of a round and return what it wants of the next, or else what it wanted of this in vain."""
+        if self._postponed is not None:
+            return self._postponed
+        with self._policy.timed():
+            outcome = outcome_of(done, self._policy.requires, self._times)
+        self._policy.observe(outcome)
+        return self._policy.draft_lengths()
+
+    def _expects_plain(self, rounds: int) -> bool:
+        """Say whether the next round is likely to draft nothing: as many `rounds` before it did not, or it is known."""
+        likely = self._plain_rounds >= rounds and self._postponed is None
+        return likely or self._probes(self._rounds + 1)
+
+    def _begin_next(self) -> None:
+        """Let the device begin the next round's first pass, before the host knows how this round ended.
+
+        Behind two rounds without drafts it is the target's. Should the policy now want drafts, they come a round later.
+        """
+        if not self._probes(self._rounds + 1):
+            self._drafter.begin(self._side)
+        # Behind the last token that any row may emit, no pass is needed.
+        if self._expects_plain(2) and min(self._sequences.generated_counts) + 1 < self._sequences.max_new_tokens:
+            self._plain.begin(self._side)
 
     def _columns(self, candidates: CandidateBatch, request: DraftRequest) -> list[int]:
         """Return how many columns of each row the logits processors have to see."""
@@ -245,14 +249,6 @@ class SpeculativeLoop:
             return []
         lengths = candidates.lengths.tolist()
         return [length + 1 if active else 0 for length, active in zip(lengths, request.active_rows, strict=True)]
-
-    def _verify(self, scores: Tensor, candidates: CandidateBatch) -> verification.VerifiedBlock:
-        if candidates.probs is None:
-            target_tokens, _ = choose(scores, do_sample=False)
-            return verification.greedy(target_tokens, candidates.tokens, candidates.lengths)
-        return verification.speculative_sampling(
-            scores.softmax(dim=-1), candidates.probs, candidates.tokens, candidates.lengths
-        )
 
     def _bounded(self, lengths: Tensor, active: Tensor) -> Tensor:
         """Lower the policy's lengths to what a row can use: the bonus token takes one of the tokens that remain."""
@@ -292,6 +288,7 @@ class SpeculativeLoop:
             self._take_note,
             self._times,
             self._charged_width(done),
+            0 if self._resumes else candidates.steps,
             drafted=drafted,
             accepted=accepted,
             emitted=emitted,
@@ -306,11 +303,16 @@ class SpeculativeLoop:
             self._catch_up_on_notes()
         return next_lengths
 
-    def _take_note(self, times: PhaseTimes, charged_width: int, *, recorded_passes: int, **counts: Any) -> None:
-        """Let the costs learn from a round, and count it."""
+    def _take_note(
+        self, times: PhaseTimes, charged_width: int, charged_steps: int, *, recorded_passes: int, **counts: Any
+    ) -> None:
+        """Let the costs learn from a round, and count it.
+
+        Behind rounds without drafts a draft first takes in what it has missed, which no draft step is charged for.
+        """
         if self._costs is not None and not recorded_passes:
             self._costs.observe(
-                draft_steps=counts["draft_steps"],
+                draft_steps=charged_steps,
                 width=charged_width,
                 draft=times.draft,
                 verify=times.verify,
@@ -337,13 +339,19 @@ class SpeculativeLoop:
         return max(round(done.packed_tokens / len(self._target.live_rows)), 1)
 
     def _request(self, lengths: Tensor, length_counts: Sequence[int]) -> DraftRequest:
-        """Ask for `lengths`, of the rows that go on; of none in the round that measures a plain step."""
+        """Ask for `lengths`, of the rows that go on.
+
+        Nobody drafts in the round that measures a plain step, nor in one whose pass has begun without drafts: that
+        one the policy hears nothing of, and what it wanted is done behind it.
+        """
         going_on = [not finished for finished in self._stopping.finished()]
         self._drop_finished_rows(going_on)
         probes = self._probes(self._rounds)
-        counts = [0 if probes or not on else n for n, on in zip(length_counts, going_on, strict=True)]
+        self._postponed = lengths if self._plain.begun and not probes and any(length_counts) else None
+        plain = probes or self._plain.begun
+        counts = [0 if plain or not on else n for n, on in zip(length_counts, going_on, strict=True)]
         active = upload(going_on, lengths.device)
-        lengths = torch.zeros_like(lengths) if probes else torch.where(active, lengths, 0)
+        lengths = torch.zeros_like(lengths) if plain else torch.where(active, lengths, 0)
         return DraftRequest(lengths, counts, active, going_on)
 
     def _drop_finished_rows(self, going_on: Sequence[bool]) -> None:
@@ -387,9 +395,3 @@ class SpeculativeLoop:
                 record=function_recorder(self._sequences.device, self._config),
             )
         )
-
-
-def _block(draft_tokens: Tensor, verified: verification.VerifiedBlock) -> Tensor:
-    """Put each row's next token behind its accepted draft tokens, `[rows, width + 1]`, int64."""
-    room = torch.nn.functional.pad(draft_tokens, (0, 1))
-    return room.scatter(1, verified.accepted[:, None], verified.next_tokens[:, None])

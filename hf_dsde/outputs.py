@@ -50,3 +50,22 @@ class StepRecorder:
             vectors = [row[step] if step < len(row) else filler for row in self._rows]
             self._assembled.append(torch.stack(vectors))
         return tuple(self._assembled[:count])
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is collected per step for the output."""
+
+    scores: StepRecorder | None = None
+    logits: StepRecorder | None = None
+
+    def add(self, scores: Tensor, logits: Tensor, emitted: list[int]) -> None:
+        """Keep a round's columns of emitted tokens; both tensors are `[rows, width, vocabulary]`, float32."""
+        if self.scores is not None:
+            self.scores.add(scores, emitted)
+        if self.logits is not None:
+            self.logits.add(logits, emitted)
+
+    def scores_until(self, step: int) -> tuple[Tensor, ...] | None:
+        """Return the scores of the first `step` steps; None when none are collected."""
+        return None if self.scores is None else self.scores.steps(step)

@@ -59,9 +59,13 @@ class PhaseClock:
         """Let the next round begin when it is started, `seamless` or not: what lies in between is no part of it."""
         self._marks = []
 
-    def mark(self) -> None:
-        """End a phase: the draft first, then the target's pass with its verification, then the bookkeeping."""
-        self._marks.append(self._mark_type(self._device))
+    def mark(self, *, again: bool = False) -> None:
+        """End a phase: the draft first, then the target's pass with its verification, then the bookkeeping.
+
+        Args:
+            again: It ended where the last one did: the next one had begun by then.
+        """
+        self._marks.append(self._marks[-1] if again else self._mark_type(self._device))
 
     def read(self, policy: float = 0.0) -> PhaseTimes:
         """Return the seconds of the phases marked since `start`, with the given seconds of the policy."""

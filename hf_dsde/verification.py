@@ -23,6 +23,25 @@ class VerifiedBlock(NamedTuple):
     accepted: Tensor
     next_tokens: Tensor
 
+    def behind(self, draft_tokens: Tensor) -> Tensor:
+        """Put each row's next token behind its accepted ones of `draft_tokens`, `[rows, width + 1]`, int64."""
+        room = torch.nn.functional.pad(draft_tokens, (0, 1))
+        return room.scatter(1, self.accepted[:, None], self.next_tokens[:, None])
+
+
+def verify(scores: Tensor, draft_probs: Tensor | None, draft_tokens: Tensor, lengths: Tensor) -> VerifiedBlock:
+    """Judge a block by the rule that its tokens were chosen for.
+
+    Args:
+        scores: The target's processed scores after each prefix of the block, `[rows, width + 1, vocabulary]`, float32.
+        draft_probs: As in `speculative_sampling`; None for greedy choices.
+        draft_tokens: As in `speculative_sampling`.
+        lengths: As in `speculative_sampling`.
+    """
+    if draft_probs is None:
+        return greedy(scores.argmax(dim=-1), draft_tokens, lengths)
+    return speculative_sampling(scores.softmax(dim=-1), draft_probs, draft_tokens, lengths)
+
 
 def leading_run(stands: torch.Tensor, lengths: Tensor) -> Tensor:
     """Count the positions before the first that does not stand, within each row's length.

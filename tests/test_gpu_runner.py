@@ -294,6 +294,27 @@ def test_recorded_passes_survive_a_cache_that_grows(monkeypatch: pytest.MonkeyPa
         assert recorded.cache.capacity > 80
 
 
+def test_compiled_passes_are_recorded_and_keep_the_text() -> None:
+    target, draft = (model.to(CUDA) for model in (tiny_model().float(), noisy_copy(tiny_model().float(), 0.05)))
+    expected = target.generate(**batch(), max_new_tokens=24, do_sample=False)
+    hf_dsde.enable(target)
+    config = SpeculationConfig(runner="compile")
+    for recorded_now in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RunnerWarning)  # it would be run eagerly
+            output = target.generate(
+                **batch(),
+                max_new_tokens=24,
+                do_sample=False,
+                assistant_model=draft,
+                speculation_policy="static",
+                speculation_config=config,
+                return_dict_in_generate=True,
+            )
+        assert torch.equal(output.sequences, expected)
+        assert (output.speculation_statistics.recorded_passes > 0) == recorded_now
+
+
 def test_a_model_that_cannot_be_recorded_is_run_eagerly_and_the_device_goes_on_working() -> None:
     """The experts of this one are chosen on the host. Last in its file, as it could break the device for others."""
     target = tiny_model("mixtral").float().to(CUDA)

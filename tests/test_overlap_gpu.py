@@ -1,4 +1,4 @@
-"""On a GPU, the next pass of the draft runs beside the arithmetic of the policy, and their memory stays apart."""
+"""On a GPU, the next round's first pass runs beside the arithmetic of the policy, and their memory stays apart."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import hf_dsde
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.overlap import SideStream
+from hf_dsde.plain_step import PlainStep
 from hf_dsde.policies import RoundOutcome, StaticPolicy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
@@ -27,10 +28,11 @@ class BusyPolicy(StaticPolicy):
 
     Args:
         cycles: What the device does nothing for, per round.
+        num_draft_tokens: Draft length.
     """
 
-    def __init__(self, cycles: int = 0) -> None:
-        super().__init__(3)
+    def __init__(self, cycles: int = 0, num_draft_tokens: int = 3) -> None:
+        super().__init__(num_draft_tokens)
         self._cycles = cycles
         self.done: torch.cuda.Event | None = None
 
@@ -57,19 +59,21 @@ def generate(family: str = "llama", policy: StaticPolicy | None = None) -> torch
     return text
 
 
+@pytest.mark.parametrize("drafted", [0, 3])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mixtral"])
-def test_memory_that_the_policy_takes_is_not_that_of_the_pass(family: str) -> None:
+def test_memory_that_the_policy_takes_is_not_that_of_the_pass(family: str, drafted: int) -> None:
     expected = generate(family)
     for cycles in (0, 0, LONG // 10):  # the first call records
-        assert torch.equal(generate(family, BusyPolicy(cycles)), expected)
+        assert torch.equal(generate(family, BusyPolicy(cycles, drafted)), expected)
 
 
-def test_the_pass_does_not_wait_for_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = BusyPolicy(LONG)
+@pytest.mark.parametrize(("drafted", "who"), [(3, ModelDrafter), (0, PlainStep)])
+def test_the_pass_does_not_wait_for_the_policy(drafted: int, who: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = BusyPolicy(LONG, drafted)
     policy_was_done: list[bool] = []
-    original = ModelDrafter.begin
+    original = who.begin
 
-    def begin(self: ModelDrafter, side: SideStream) -> None:
+    def begin(self: Any, side: SideStream) -> None:
         original(self, side)
         assert side._stream is not None
         side._stream.synchronize()
@@ -77,8 +81,8 @@ def test_the_pass_does_not_wait_for_the_policy(monkeypatch: pytest.MonkeyPatch) 
         policy_was_done.append(policy.done.query())
 
     expected = generate()
-    generate(policy=BusyPolicy())  # records
-    monkeypatch.setattr(ModelDrafter, "begin", begin)
+    generate(policy=BusyPolicy(num_draft_tokens=drafted))  # records
+    monkeypatch.setattr(who, "begin", begin)
     assert torch.equal(generate(policy=policy), expected)
     assert len(policy_was_done) > 8
     assert not any(policy_was_done)

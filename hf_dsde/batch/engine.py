@@ -19,7 +19,7 @@ from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.batch.row_stopping import RowStopping
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.generation import Speculation
-from hf_dsde.loop import Recording
+from hf_dsde.outputs import Recording
 from hf_dsde.runners import create_runner, release_memory
 from hf_dsde.sampling import BlockProcessor, ScoreProcessor
 from hf_dsde.sequences import SequenceBatch

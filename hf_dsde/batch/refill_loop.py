@@ -146,7 +146,7 @@ class RefillLoop(SpeculativeLoop):
             self._stopping.begin(row, self._setup.criteria(request))
             if isinstance(self._process, RowProcessors) and self._setup.processors is not None:
                 self._process.begin(row, self._setup.processors(request))
-        self._next_plain = None
+        self._plain.forget()
         self._sequences.replace_rows(rows, prompts, [request.max_new_tokens for request in requests])
         self._target.replace_rows(rows, [prompt[:-1] for prompt in prompts])
         self._drafter.replace_rows(rows, prompts)
