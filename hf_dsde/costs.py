@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,8 @@ from hf_dsde.argument_checks import check_integer, check_number
 
 OBSERVED_RATE = 0.1
 """Weight of a new timing in the cost of the width it was taken at."""
+RESUMED_RATE = 0.5
+"""Weight of a new timing in what it takes to draft again: such rounds are few."""
 SHARED_RATE = 0.05
 """Weight of a new timing in the costs of all other widths: as contexts grow, widths that are not used cost more too."""
 OUTLIER_RATIO = 2.0
@@ -85,16 +87,20 @@ class BatchCosts:
         draft_step: Seconds of one draft step.
         verify: Seconds of the target's pass, by columns per row.
         overhead: Seconds a round takes besides.
+        resumption: Seconds that drafting takes besides behind rounds without drafts, all of whose tokens the draft has
+            missed; 0 until it has been seen.
     """
 
     draft_step: float
     verify: CostCurve
     overhead: float = 0.0
+    resumption: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the values."""
         check_number("draft_step", self.draft_step, 0.0, open_minimum=True)
         check_number("overhead", self.overhead, 0.0)
+        check_number("resumption", self.resumption, 0.0)
 
     def round_seconds(self, draft_steps: int) -> float:
         """Seconds of a round in which every row drafts `draft_steps` tokens."""
@@ -145,6 +151,7 @@ class CostModel:
                 "draft_step": costs.draft_step,
                 "verify": {str(c): s for c, s in zip(costs.verify.counts, costs.verify.seconds, strict=True)},
                 "overhead": costs.overhead,
+                "resumption": costs.resumption,
             }
             for rows, costs in self.batches.items()
         }
@@ -162,6 +169,7 @@ class CostModel:
                     draft_step=costs["draft_step"],
                     verify=_curve(costs["verify"]),
                     overhead=costs.get("overhead", 0.0),
+                    resumption=costs.get("resumption", 0.0),
                 )
                 for rows, costs in values.items()
             }
@@ -231,11 +239,13 @@ class LiveCosts:
         widths = tuple(sorted({*after.verify.counts, *learnt.verify.counts}))
         seconds = tuple(after.verify.at(w) * learnt.verify.at(w) / before.verify.at(w) for w in widths)
         draft_step = after.draft_step * learnt.draft_step / before.draft_step
-        self._costs = BatchCosts(draft_step, CostCurve(widths, seconds), learnt.overhead)
+        self._costs = replace(learnt, draft_step=draft_step, verify=CostCurve(widths, seconds))
         self._rows = rows
         self._announce()
 
-    def observe(self, *, draft_steps: int, width: int, draft: float, verify: float, overhead: float) -> None:
+    def observe(
+        self, *, draft_steps: int, width: int, draft: float, verify: float, overhead: float, resumed: bool = False
+    ) -> None:
         """Learn from a round.
 
         Args:
@@ -244,18 +254,23 @@ class LiveCosts:
             draft: Seconds of all draft steps together.
             verify: Seconds of the pass.
             overhead: Seconds of everything else.
+            resumed: Whether rounds without drafts lie before this one, so that the draft had something to catch up on.
         """
         if not self._refresh:
             return
         known = self._costs
-        draft_step = known.draft_step
-        if draft_steps:
+        draft_step, resumption = known.draft_step, known.resumption
+        if draft_steps and resumed:
+            besides = max(draft - draft_steps * draft_step, 0.0)
+            resumption += (RESUMED_RATE if resumption else 1.0) * (besides - resumption)
+        elif draft_steps:
             draft_step *= 1 + OBSERVED_RATE * (_bounded_ratio(draft / draft_steps, draft_step) - 1)
         expected = known.verify.at(width)
         ratio = _bounded_ratio(verify, expected)
         curve = known.verify.scaled(1 + SHARED_RATE * (ratio - 1))
         curve = curve.with_point(width, expected * (1 + OBSERVED_RATE * (ratio - 1)))
-        self._costs = BatchCosts(draft_step, curve, known.overhead + OBSERVED_RATE * (overhead - known.overhead))
+        overhead = known.overhead + OBSERVED_RATE * (overhead - known.overhead)
+        self._costs = BatchCosts(draft_step, curve, overhead, resumption)
         if self._moved():
             self._announce()
 
@@ -263,8 +278,10 @@ class LiveCosts:
         then, now = self._announced, self._costs
         widths = {*then.verify.counts, *now.verify.counts}
         pairs = [(then.draft_step, now.draft_step), *((then.verify.at(w), now.verify.at(w)) for w in widths)]
-        overhead = abs(now.overhead - then.overhead) / now.verify.at(1)
-        return overhead > VERSION_TOLERANCE or any(abs(b / a - 1) > VERSION_TOLERANCE for a, b in pairs)
+        besides = abs(now.overhead - then.overhead) + abs(now.resumption - then.resumption)
+        return besides / now.verify.at(1) > VERSION_TOLERANCE or any(
+            abs(b / a - 1) > VERSION_TOLERANCE for a, b in pairs
+        )
 
     def _announce(self) -> None:
         self._announced = self._costs
@@ -281,7 +298,12 @@ def _between(low: BatchCosts, high: BatchCosts, share: float) -> BatchCosts:
 
     widths = sorted({*low.verify.counts, *high.verify.counts})
     curve = CostCurve(tuple(widths), tuple(mean(low.verify.at(w), high.verify.at(w)) for w in widths))
-    return BatchCosts(mean(low.draft_step, high.draft_step), curve, mean(low.overhead, high.overhead))
+    return BatchCosts(
+        mean(low.draft_step, high.draft_step),
+        curve,
+        mean(low.overhead, high.overhead),
+        mean(low.resumption, high.resumption),
+    )
 
 
 def _curve(points: Mapping[str, float]) -> CostCurve:

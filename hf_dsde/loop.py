@@ -288,7 +288,7 @@ class SpeculativeLoop:
             self._take_note,
             self._times,
             self._charged_width(done),
-            0 if self._resumes else candidates.steps,
+            self._resumes,
             drafted=drafted,
             accepted=accepted,
             emitted=emitted,
@@ -304,19 +304,17 @@ class SpeculativeLoop:
         return next_lengths
 
     def _take_note(
-        self, times: PhaseTimes, charged_width: int, charged_steps: int, *, recorded_passes: int, **counts: Any
+        self, times: PhaseTimes, charged_width: int, resumed: bool, *, recorded_passes: int, **counts: Any
     ) -> None:
-        """Let the costs learn from a round, and count it.
-
-        Behind rounds without drafts a draft first takes in what it has missed, which no draft step is charged for.
-        """
+        """Let the costs learn from a round, and count it."""
         if self._costs is not None and not recorded_passes:
             self._costs.observe(
-                draft_steps=charged_steps,
+                draft_steps=counts["draft_steps"],
                 width=charged_width,
                 draft=times.draft,
                 verify=times.verify,
                 overhead=times.bookkeeping,
+                resumed=resumed,
             )
         self._statistics.record_round(times=times, recorded_passes=recorded_passes, **counts)
 

@@ -51,7 +51,7 @@ def test_a_round_costs_its_draft_steps_its_pass_and_what_is_besides() -> None:
 
 def two_batches() -> CostModel:
     small = BatchCosts(0.1, CostCurve((1, 5), (1.0, 1.2)))
-    large = BatchCosts(0.3, CostCurve((1, 3), (2.0, 3.0)), overhead=0.4)
+    large = BatchCosts(0.3, CostCurve((1, 3), (2.0, 3.0)), overhead=0.4, resumption=0.6)
     return CostModel({8: large, 4: small})
 
 
@@ -62,6 +62,7 @@ def test_batch_sizes_in_between_are_interpolated_and_others_take_the_nearest() -
     assert middle.verify.at(1) == pytest.approx(1.5)
     assert middle.verify.at(3) == pytest.approx((1.1 + 3.0) / 2)
     assert middle.overhead == pytest.approx(0.2)
+    assert middle.resumption == pytest.approx(0.3)
     assert model.at(1) == model.at(4)
     assert model.at(100) == model.at(8)
 
@@ -99,6 +100,24 @@ def test_a_stall_moves_a_cost_no_further_than_a_timing_twice_as_long() -> None:
     stalled.observe(draft_steps=1, width=2, draft=30.0, verify=500.0, overhead=0.0)
     doubled.observe(draft_steps=1, width=2, draft=0.2, verify=2.2, overhead=0.0)
     assert stalled.current == doubled.current
+
+
+def test_drafting_again_has_a_price_of_its_own() -> None:
+    live = LiveCosts(CostModel.relative(0.1, [1.0, 1.1]), rows=1)
+    live.observe(draft_steps=1, width=2, draft=2.1, verify=1.1, overhead=0.0, resumed=True)
+    assert live.current.draft_step == 0.1, "a draft step is not what took so long"
+    assert live.current.resumption == pytest.approx(2.0)
+    assert live.version == 1
+    live.observe(draft_steps=2, width=3, draft=1.2, verify=1.2, overhead=0.0, resumed=True)
+    assert live.current.resumption == pytest.approx(1.5)
+    live.observe(draft_steps=2, width=3, draft=0.1, verify=1.2, overhead=0.0, resumed=True)
+    assert live.current.resumption == pytest.approx(0.75), "it is not below 0"
+    live.observe(draft_steps=0, width=1, draft=0.5, verify=1.0, overhead=0.0, resumed=True)
+    live.observe(draft_steps=1, width=2, draft=0.1, verify=1.1, overhead=0.0)
+    live.set_rows(1)
+    assert live.current.resumption == pytest.approx(0.75)
+    assert live.learnt.at(1).resumption == live.current.resumption
+    assert CostModel.from_dict(live.learnt.to_dict()) == live.learnt
 
 
 def test_costs_that_are_not_refreshed_stay() -> None:

@@ -294,6 +294,7 @@ def test_recorded_passes_survive_a_cache_that_grows(monkeypatch: pytest.MonkeyPa
         assert recorded.cache.capacity > 80
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler would use them, which float32 is not
 def test_compiled_passes_are_recorded_and_keep_the_text() -> None:
     target, draft = (model.to(CUDA) for model in (tiny_model().float(), noisy_copy(tiny_model().float(), 0.05)))
     expected = target.generate(**batch(), max_new_tokens=24, do_sample=False)

@@ -200,8 +200,10 @@ def test_only_rows_that_draft_take_in_what_they_have_missed(begun: list[int], mo
 
 
 def test_catching_up_is_no_price_of_a_draft_step(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    charged: list[int] = []
-    monkeypatch.setattr(LiveCosts, "observe", lambda self, **seen: charged.append(seen["draft_steps"]))
+    charged: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        LiveCosts, "observe", lambda self, **seen: charged.append((seen["draft_steps"], seen["resumed"]))
+    )
     monkeypatch.setattr(Wishes, "requires", frozenset({Signal.COSTS}))
     target = tiny_model()
     draft = noisy_copy(target, 0.0)
@@ -209,7 +211,8 @@ def test_catching_up_is_no_price_of_a_draft_step(begun: list[int], monkeypatch: 
         charged.clear()
         output = generate(target, Wishes([2, 1, 0, 2, 0, 0, 0, 3, 1]), draft=draft, eos_token_id=None)
     assert [counts.draft_steps for counts in rounds_of(output)][:10] == [2, 1, 0, 2, 0, 0, 0, 0, 3, 1]
-    assert charged[:10] == [2, 1, 0, 2, 0, 0, 0, 0, 0, 1]
+    steps = [(2, False), (1, False), (0, False), (2, False), *[(0, False)] * 4, (3, True), (1, False)]
+    assert charged[:10] == steps
 
 
 class HeardScript(ScriptedLengths):

@@ -22,6 +22,7 @@ class CostTable:
     Attributes:
         times: Time of a round in which every row drafts k tokens, k = 0 .. longest, in plain steps: the first entry is
             1. Shape `[longest + 1]`, float32.
+        resumption: What drafting takes besides behind rounds without drafts, in plain steps, scalar, float32.
         steps: What one token more takes behind k drafted ones, in plain steps; infinity behind the longest draft. Shape
             `[longest + 1]`, float32.
 
@@ -49,6 +50,8 @@ class CostTable:
         current = self._costs.current
         plain = current.round_seconds(0)
         times = [current.round_seconds(k) / plain for k in range(self._longest + 1)]
-        self.times: Tensor = upload(times, self._device)
+        numbers = upload([*times, current.resumption / plain], self._device)
+        self.times: Tensor = numbers[:-1]
+        self.resumption: Tensor = numbers[-1]
         self.steps: Tensor = torch.nn.functional.pad(self.times.diff(), (0, 1), value=math.inf)
         return True

@@ -117,7 +117,7 @@ class GoodputPolicy(StoppingPolicy):
         self._end_round = batch.record(self._next_state)
         if batch.records:  # now, or the first round would look slow to whoever measures it
             none = torch.zeros(batch.rows, dtype=torch.int64, device=batch.device)
-            self._end_round(none, none, none == 0, self._table.times, self._due[True], *self._state[:4])
+            self._end_round(none, none, none == 0, *self._prices, self._due[True], *self._state[:4])
 
     def draft_lengths(self) -> Tensor:
         """The same length for every row, shape `[rows]`, int64; in a probe 1 for a few and 0 for the others."""
@@ -129,7 +129,11 @@ class GoodputPolicy(StoppingPolicy):
         self._table.refresh()
         due = self._due[self._rounds % self.interval == 0]
         counts = (outcome.drafted, outcome.accepted, outcome.active)
-        self._state = _State(*self._end_round(*counts, self._table.times, due, *self._known[:4]))
+        self._state = _State(*self._end_round(*counts, *self._prices, due, *self._known[:4]))
+
+    @property
+    def _prices(self) -> tuple[Tensor, Tensor]:
+        return self._table.times, self._table.resumption
 
     def _next_state(
         self,
@@ -137,6 +141,7 @@ class GoodputPolicy(StoppingPolicy):
         accepted: Tensor,
         active: Tensor,
         times: Tensor,
+        resumption: Tensor,
         due: Tensor,
         acceptance: Tensor,
         best: Tensor,
@@ -150,6 +155,7 @@ class GoodputPolicy(StoppingPolicy):
             accepted: As in `RoundOutcome`.
             active: As in `RoundOutcome`.
             times: As in `CostTable`.
+            resumption: As in `CostTable`.
             due: Whether the best length is decided on again, scalar, bool.
             acceptance: As in `_State`, of the round before.
             best: Likewise.
@@ -163,7 +169,7 @@ class GoodputPolicy(StoppingPolicy):
         best = torch.where(due, self._best_length(acceptance, times), best)
         if self._longest == 0:
             return _State(acceptance, best, budget, probing, best.expand_as(drafted))
-        price = times[1] - times[0]
+        price = times[1] - times[0] + resumption
         # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
         worth = gained / active.sum().clamp_min(1)
         refund = torch.minimum(worth, price) * probing

@@ -21,6 +21,7 @@ class ReferenceGoodput:
     best: int = 0
     budget: float = 0.0
     probing: bool = False
+    resumption: float = 0.0
     probes: list[int] = field(default_factory=list)
     rows: int = 4
     lengths: list[int] = field(default_factory=list)
@@ -51,7 +52,7 @@ class ReferenceGoodput:
         self.rounds += 1
         if self.rounds % self.interval == 0:
             self.best = self.best_length()
-        price = self.times[1] - self.times[0]
+        price = self.times[1] - self.times[0] + self.resumption
         if self.probing:
             self.budget += min(sum(accepted) / max(1, sum(active)), price)
         share = self.probe_share * self.times[min(max(drafted), len(self.times) - 1)]

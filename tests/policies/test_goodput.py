@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from hf_dsde.policies.goodput import expected_tokens
 CHEAP = [1.0, 1.03, 1.06, 1.09, 1.12, 1.15, 1.18, 1.21, 1.24, 1.27]
 
 
-def batch(rows: int, draft_cost: float, verify: list[float], limit: int = 8) -> BatchInfo:
-    costs = LiveCosts(CostModel.relative(draft_cost, verify, rows), rows)
+def batch(rows: int, draft_cost: float, verify: list[float], limit: int = 8, resumption: float = 0.0) -> BatchInfo:
+    relative = CostModel.relative(draft_cost, verify, rows)
+    costs = LiveCosts(CostModel({rows: replace(relative.at(rows), resumption=resumption)}), rows)
     return BatchInfo(rows, torch.device("cpu"), 50, limit, 100, costs)
 
 
@@ -55,6 +57,7 @@ def test_the_first_length_is_the_best_for_the_initial_acceptance(
 @given(
     seed=st.integers(0, 10_000),
     draft_cost=st.sampled_from([0.05, 0.1, 0.3, 0.8]),
+    resumption=st.sampled_from([0.0, 0.4123]),
     knobs=st.sampled_from(
         [
             {},
@@ -64,11 +67,13 @@ def test_the_first_length_is_the_best_for_the_initial_acceptance(
         ]
     ),
 )
-def test_follows_the_equations_on_random_rounds(seed: int, draft_cost: float, knobs: dict[str, Any]) -> None:
+def test_follows_the_equations_on_random_rounds(
+    seed: int, draft_cost: float, resumption: float, knobs: dict[str, Any]
+) -> None:
     policy = GoodputPolicy(**knobs)
-    policy.start(batch(6, draft_cost, CHEAP))
+    policy.start(batch(6, draft_cost, CHEAP, resumption=resumption))
     arguments = {"acceptance" if key == "initial_acceptance" else key: value for key, value in knobs.items()}
-    reference = ReferenceGoodput(times(draft_cost, CHEAP, 8), rows=6, **arguments)
+    reference = ReferenceGoodput(times(draft_cost, CHEAP, 8), rows=6, resumption=resumption, **arguments)
     generator = torch.Generator().manual_seed(seed)
     level = 0.9
     for number in range(60):
@@ -123,11 +128,12 @@ def test_without_probes_it_never_comes_back() -> None:
     assert set(play(policy, 300, 0.85, generator)) == {0}
 
 
-def test_probes_that_lose_take_no_more_than_their_share() -> None:
+@pytest.mark.parametrize("resumption", [0.0, 1.0])
+def test_probes_that_lose_take_no_more_than_their_share(resumption: float) -> None:
     policy = GoodputPolicy(initial_acceptance=0.0, probe_share=0.02)
-    policy.start(batch(8, 0.2, CHEAP))
+    policy.start(batch(8, 0.2, CHEAP, resumption=resumption))
     lengths = play(policy, 1000, 0.0, torch.Generator().manual_seed(0))
-    price = 0.2 + 0.03
+    price = 0.2 + 0.03 + resumption
     assert 0.01 < sum(lengths) * price / 1000 < 0.021
 
 
