@@ -186,7 +186,7 @@ class GoodputPolicy(StoppingPolicy):
         return goodput.argmax()
 
     def select_rows(self, index: Tensor) -> None:
-        """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
+        """Rearrange the batch, and a probe with it. `index` is int64, `[places]`."""
         known = self._known
-        kept = known.lengths.index_select(0, index.clamp_min(0))
-        self._state = known._replace(lengths=torch.where(index >= 0, kept, known.best))
+        probed = known.probing & (torch.arange(len(index), device=index.device) < PROBED_ROWS)
+        self._state = known._replace(lengths=known.best + probed)

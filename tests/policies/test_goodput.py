@@ -143,8 +143,8 @@ def test_a_probe_drafts_one_token_in_the_first_rows_that_go_on() -> None:
     assert policy.draft_lengths().tolist() == [0] * 8
     policy.observe(outcome([0] * 8, [0] * 8, [True, False, True, True, True, False, True, True]))
     assert policy.draft_lengths().tolist() == [1, 0, 1, 1, 1, 0, 0, 0]
-    policy.select_rows(torch.tensor([4, -1, 0, 7]))
-    assert policy.draft_lengths().tolist() == [1, 0, 1, 0], "a new row is not part of it"
+    policy.select_rows(torch.tensor([4, -1, 0, 7, 1, 5]))
+    assert policy.draft_lengths().tolist() == [1, 1, 1, 1, 0, 0], "a probe that is paid for is made, whoever is there"
 
 
 def test_changed_costs_change_the_length() -> None:
