@@ -187,11 +187,11 @@ class SpeculativeLoop:
             self._side.fork()
         lengths = self._bounded(self._ask(done), going_on)
         download = Download([self._sequences.generated, kept, ended, verified.accepted, candidates.lengths, lengths])
-        if self._overlaps:
-            self._begin_next()
         try:
+            if self._overlaps:
+                self._begin_next()
             values = download.wait()
-        finally:
+        finally:  # also when memory runs out: what the pass writes to is not free before it has ended
             self._side.join()
         return self._request(lengths, self._settle(done, *values))
 

@@ -241,7 +241,8 @@ class StoppingPolicy(ABC):
         """The most tokens each row shall draft in the next round, shape `[rows]`, int64, at least 0.
 
         The loop lowers it further where a row's remaining budget or context is shorter, and ignores it for rows
-        that have finished.
+        that have finished. On a GPU, behind rounds in which nobody drafted, another one may already be under way:
+        what is wanted is then done behind it, and the policy does not observe it.
         """
 
     def should_stop(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - part of the contract
