@@ -34,6 +34,11 @@ PROBED_ROWS = 4
 """Rows that draft in a probe: what a draft has missed while nobody drafted, it has to take in for each of them."""
 
 
+FIRST_TOKENS = 8
+"""Judged tokens that the initial acceptance counts for; and all that is known, while drafting does not pay: what is
+thought of the draft then rests on few probes, or on a text that has passed."""
+
+
 class _State(NamedTuple):
     """What is remembered from round to round."""
 
@@ -41,6 +46,7 @@ class _State(NamedTuple):
     best: Tensor  # scalar, int64: length of the best goodput, as of the last decision
     budget: Tensor  # scalar, float32: time put aside for probes, in plain steps
     probing: Tensor  # scalar, bool: whether a length of 0 is replaced by a probe
+    tokens: Tensor  # scalar, float32: judged tokens that the acceptance probability counts for
     lengths: Tensor  # [rows], int64: what is drafted next
 
 
@@ -55,7 +61,9 @@ class GoodputPolicy(StoppingPolicy):
     Args:
         num_draft_tokens: The longest draft.
         initial_acceptance: Acceptance probability to begin with. Published code: 0.7.
-        decay: Weight of the past in the average, per round in which somebody drafted. Published code: 0.85.
+        decay: Least weight of the past in the average, per round in which somebody drafted. Published code: 0.85.
+        memory_tokens: Judged tokens that the past counts for, at most, against those of a round: where a round brings
+            few, as one row's does, it weighs less than `1 - decay`. Published code: 0, which leaves this rule out.
         interval: Rounds between decisions. Published code: 20.
         plain_bonus: Factor on the goodput of length 0; above 1, drafting has to win by a margin. Published code: 1.1.
         probe_share: Share of the time spent on drafts that are expected to lose, to notice when they no longer do.
@@ -74,6 +82,7 @@ class GoodputPolicy(StoppingPolicy):
         *,
         initial_acceptance: float = 0.7,
         decay: float = 0.85,
+        memory_tokens: int = 32,
         interval: int = 1,
         plain_bonus: float = 1.0,
         probe_share: float = 0.01,
@@ -82,6 +91,7 @@ class GoodputPolicy(StoppingPolicy):
         self.num_draft_tokens = check_integer("num_draft_tokens", num_draft_tokens, 0)
         self.initial_acceptance = check_number("initial_acceptance", initial_acceptance, 0.0, 1.0)
         self.decay = check_number("decay", decay, 0.0, 1.0)
+        self.memory_tokens = check_integer("memory_tokens", memory_tokens, 0)
         self.interval = check_integer("interval", interval, 1)
         self.plain_bonus = check_number("plain_bonus", plain_bonus, 0.0)
         self.probe_share = check_number("probe_share", probe_share, 0.0, 1.0)
@@ -104,6 +114,7 @@ class GoodputPolicy(StoppingPolicy):
         self._longest = min(self.num_draft_tokens, batch.max_draft_length)
         self._table = CostTable(batch, self._longest)
         self._rounds = 0
+        self._first_tokens = torch.full((), float(FIRST_TOKENS), device=batch.device)
         self._due = {due: torch.full((), due, device=batch.device) for due in (False, True)}
         acceptance = torch.full((), self.initial_acceptance, device=batch.device)
         best = self._best_length(acceptance, self._table.times)
@@ -112,12 +123,13 @@ class GoodputPolicy(StoppingPolicy):
             best=best,
             budget=torch.zeros((), device=batch.device),
             probing=torch.zeros((), dtype=torch.bool, device=batch.device),
+            tokens=self._first_tokens,
             lengths=best.repeat(batch.rows),
         )
         self._end_round = batch.record(self._next_state)
         if batch.records:  # now, or the first round would look slow to whoever measures it
             none = torch.zeros(batch.rows, dtype=torch.int64, device=batch.device)
-            self._end_round(none, none, none == 0, *self._prices, self._due[True], *self._state[:4])
+            self._end_round(none, none, none == 0, *self._prices, self._due[True], *self._state[:5])
 
     def draft_lengths(self) -> Tensor:
         """The same length for every row, shape `[rows]`, int64; in a probe 1 for a few and 0 for the others."""
@@ -129,7 +141,7 @@ class GoodputPolicy(StoppingPolicy):
         self._table.refresh()
         due = self._due[self._rounds % self.interval == 0]
         counts = (outcome.drafted, outcome.accepted, outcome.active)
-        self._state = _State(*self._end_round(*counts, *self._prices, due, *self._known[:4]))
+        self._state = _State(*self._end_round(*counts, *self._prices, due, *self._known[:5]))
 
     @property
     def _prices(self) -> tuple[Tensor, Tensor]:
@@ -147,6 +159,7 @@ class GoodputPolicy(StoppingPolicy):
         best: Tensor,
         budget: Tensor,
         probing: Tensor,
+        tokens: Tensor,
     ) -> _State:
         """The state behind a round.
 
@@ -161,14 +174,21 @@ class GoodputPolicy(StoppingPolicy):
             best: Likewise.
             budget: Likewise.
             probing: Likewise.
+            tokens: Likewise.
         """
-        judged = torch.minimum(accepted + 1, drafted) if self.estimator == "tested" else drafted
+        judged = (torch.minimum(accepted + 1, drafted) if self.estimator == "tested" else drafted).sum()
         gained, longest = accepted.sum(), drafted.max()
-        followed = self.decay * acceptance + (1 - self.decay) * gained / judged.sum().clamp_min(1)
+        difference = gained / judged.clamp_min(1) - acceptance
+        if self.memory_tokens:
+            followed = acceptance + (judged / (tokens + judged)).clamp_max(1 - self.decay) * difference
+        else:
+            followed = acceptance + (1 - self.decay) * difference
         acceptance = torch.where(longest > 0, followed, acceptance)
         best = torch.where(due, self._best_length(acceptance, times), best)
         if self._longest == 0:
-            return _State(acceptance, best, budget, probing, best.expand_as(drafted))
+            return _State(acceptance, best, budget, probing, tokens, best.expand_as(drafted))
+        known = (tokens + judged).clamp_max(max(self.memory_tokens, FIRST_TOKENS))
+        tokens = torch.where(best == 0, self._first_tokens, known)
         price = times[1] - times[0] + resumption
         # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
         worth = gained / active.sum().clamp_min(1)
@@ -177,7 +197,7 @@ class GoodputPolicy(StoppingPolicy):
         budget = torch.minimum(budget + refund + put_aside, 2 * torch.maximum(price, put_aside))
         probing = (best == 0) & (budget >= price) & (price > 0)
         probed = probing & active & (active.cumsum(0) <= PROBED_ROWS)
-        return _State(acceptance, best, budget - price * probing, probing, lengths=best + probed)
+        return _State(acceptance, best, budget - price * probing, probing, tokens, lengths=best + probed)
 
     def _best_length(self, acceptance: Tensor, times: Tensor) -> Tensor:
         """The length of the best goodput, the shortest among equals, scalar, int64."""

@@ -22,6 +22,8 @@ class ReferenceGoodput:
     budget: float = 0.0
     probing: bool = False
     resumption: float = 0.0
+    memory_tokens: int = 32
+    tokens: float = 8.0
     probes: list[int] = field(default_factory=list)
     rows: int = 4
     lengths: list[int] = field(default_factory=list)
@@ -48,10 +50,14 @@ class ReferenceGoodput:
         for d, a in zip(drafted, accepted, strict=True):
             total += d if self.estimator == "drafted" else min(a + 1, d)
         if sum(drafted):
-            self.acceptance = self.decay * self.acceptance + (1 - self.decay) * sum(accepted) / total
+            weight = 1 - self.decay
+            if self.memory_tokens:
+                weight = min(weight, total / (self.tokens + total))
+            self.acceptance = (1 - weight) * self.acceptance + weight * sum(accepted) / total
         self.rounds += 1
         if self.rounds % self.interval == 0:
             self.best = self.best_length()
+        self.tokens = 8.0 if self.best == 0 else min(self.tokens + total, max(8, self.memory_tokens))
         price = self.times[1] - self.times[0] + self.resumption
         if self.probing:
             self.budget += min(sum(accepted) / max(1, sum(active)), price)

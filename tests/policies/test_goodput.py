@@ -64,6 +64,8 @@ def test_the_first_length_is_the_best_for_the_initial_acceptance(
             {"estimator": "drafted", "plain_bonus": 1.1, "interval": 20, "probe_share": 0.0},
             {"interval": 3, "probe_share": 0.1, "initial_acceptance": 0.2},
             {"decay": 0.5, "probe_share": 0.02},
+            {"memory_tokens": 0},
+            {"memory_tokens": 100, "decay": 0.7},
         ]
     ),
 )
@@ -117,6 +119,22 @@ def test_stops_drafting_when_it_loses_and_comes_back_when_it_pays(rows: int) -> 
     assert 0 in bad[:50]
     assert sum(bad[50:]) / 250 < 0.1
     assert sum(again[200:]) / 100 > 2
+
+
+def test_few_tokens_move_the_average_little_and_many_as_published() -> None:
+    def moved(rows: int, **knobs: int) -> float:
+        policy = GoodputPolicy(**knobs)
+        policy.start(batch(rows, 0.2, CHEAP))
+        for _ in range(20):
+            policy.observe(outcome([2] * rows, [2] * rows))
+        before = float(policy.acceptance)
+        policy.observe(outcome([2] * rows, [0] * rows))
+        return 1 - float(policy.acceptance) / before
+
+    assert moved(1) == pytest.approx(1 / 33)
+    assert moved(1, memory_tokens=4) == pytest.approx(1 / 9), "8 tokens are the least"
+    assert moved(1, memory_tokens=0) == pytest.approx(0.15)
+    assert moved(8) == pytest.approx(0.15)
 
 
 def test_without_probes_it_never_comes_back() -> None:
