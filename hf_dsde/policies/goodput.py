@@ -82,7 +82,7 @@ class GoodputPolicy(StoppingPolicy):
         *,
         initial_acceptance: float = 0.7,
         decay: float = 0.85,
-        memory_tokens: int = 32,
+        memory_tokens: int = 20,
         interval: int = 1,
         plain_bonus: float = 1.0,
         probe_share: float = 0.01,

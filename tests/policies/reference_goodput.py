@@ -22,7 +22,7 @@ class ReferenceGoodput:
     budget: float = 0.0
     probing: bool = False
     resumption: float = 0.0
-    memory_tokens: int = 32
+    memory_tokens: int = 20
     tokens: float = 8.0
     probes: list[int] = field(default_factory=list)
     rows: int = 4

@@ -131,7 +131,7 @@ def test_few_tokens_move_the_average_little_and_many_as_published() -> None:
         policy.observe(outcome([2] * rows, [0] * rows))
         return 1 - float(policy.acceptance) / before
 
-    assert moved(1) == pytest.approx(1 / 33)
+    assert moved(1) == pytest.approx(1 / 21)
     assert moved(1, memory_tokens=4) == pytest.approx(1 / 9), "8 tokens are the least"
     assert moved(1, memory_tokens=0) == pytest.approx(0.15)
     assert moved(8) == pytest.approx(0.15)
