@@ -2,7 +2,7 @@
 
 The loop decides nothing about lengths (a policy does), proposals (a drafter), acceptance (`verification`) or endings
 (`stopping`). It keeps one promise of its own: after drafting, a round waits for the device once, at its end. On a GPU
-the drafter's next pass is then under way already, beside the policy's arithmetic: the device does not wait for the
+the next round's first pass is then under way already, beside the policy's arithmetic: the device does not wait for the
 host either, nor the pass for lengths that it does not need yet.
 """
 

@@ -32,8 +32,6 @@ def expected_tokens(acceptance: Tensor, longest: int) -> Tensor:
 
 PROBED_ROWS = 4
 """Rows that draft in a probe: what a draft has missed while nobody drafted, it has to take in for each of them."""
-
-
 FIRST_TOKENS = 8
 """Judged tokens that the initial acceptance counts for; and all that is known, while drafting does not pay: what is
 thought of the draft then rests on few probes, or on a text that has passed."""
