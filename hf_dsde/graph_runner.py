@@ -184,6 +184,16 @@ class GraphRunner(EagerRunner):
         """As for any runner."""
         return self._recording
 
+    def recorded(self, width: int, longest: int) -> bool:
+        """As for any runner; of passes that keep all logits."""
+        possible = self._recording and self.cache.is_allocated and longest <= self.cache.capacity
+        return possible and (*self._shape(width, None), self._reach(longest)) in self._workspace.passes
+
+    def _shape(self, width: int, keep: int | None) -> tuple[Any, ...]:
+        """What tells recorded padded passes apart, beside the bound on lengths."""
+        bucket = self.padded_width(width)
+        return "padded", len(self._live), bucket, keep if keep == 1 else bucket
+
     def finish(self) -> None:
         """Keep what was recorded for the next call."""
         if self._kept and self._recording:
@@ -192,8 +202,7 @@ class GraphRunner(EagerRunner):
     def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
         """As for any runner: what is left to do is one launch, and a copy of the result."""
         width = tokens.shape[1]
-        bucket = self.padded_width(width)
-        shape = ("padded", len(self._live), bucket, keep if keep == 1 else bucket)
+        shape = self._shape(width, keep)
         entry = self._entry(shape, longest) if self._recording and self.cache.is_allocated else None
         if entry is None:
             return super().stage(tokens, positions, longest, keep)

@@ -194,6 +194,9 @@ class CapturedPasses(Generic[Entry]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
     def get(self, key: Hashable, record: Callable[[], Entry]) -> Entry:
         """Return the entry of `key`, recording it first if there is none."""
         if key in self._entries:

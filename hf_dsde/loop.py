@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde import verification
+from hf_dsde.candidate_pass import CandidatePass
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.cost_measurement import live_costs, remember_costs
 from hf_dsde.costs import LiveCosts
@@ -100,6 +101,7 @@ class SpeculativeLoop:
         self._overlaps = overlaps(sequences.device)
         self._side = SideStream(sequences.device)
         self._plain = PlainStep(target, sequences)
+        self._candidate_pass = CandidatePass(self._pass, sequences, policy)
         self._plain_rounds = 0
         self._postponed: Tensor | None = None
         self._resumes = False
@@ -200,23 +202,17 @@ class SpeculativeLoop:
         self._resumes = request.width > 0 and self._plain_rounds > 1
         self._plain_rounds = 0 if request.width > 0 else self._plain_rounds + 1
         if request.width > 0:
-            return self._drafter.propose(self._sequences, request, self._policy)
+            expect = partial(self._candidate_pass.expect, request=request)
+            return self._drafter.propose(self._sequences, request, self._policy, expect)
         return CandidateBatch.nothing(request.lengths, self._vocabulary_size, self._do_sample, self._policy.requires)
 
     def _run_target(self, candidates: CandidateBatch, request: DraftRequest) -> PassResult:
-        """Run the last token and the draft tokens of every row; logits are `[rows, width + 1, vocabulary]`."""
+        """Run the last token and the draft tokens of every row."""
         if candidates.width:
             self._plain.forget()
         elif (ready := self._plain.take()) is not None:
             return PassResult(ready)
-        last, position = self._sequences.tail(1)
-        tokens = torch.cat([last, candidates.tokens], dim=1)
-        column = torch.arange(tokens.shape[1], device=tokens.device)
-        counts = torch.where(request.active, candidates.lengths + 1, 0)
-        positions = (position + column).masked_fill(column >= counts[:, None], -1)
-        known = None if self._policy.stops_inside_round else request.pass_counts
-        longest = max(self._sequences.length_counts) + candidates.width
-        return self._pass.run(tokens, positions, counts, known, longest)
+        return self._candidate_pass.run(candidates, request)
 
     def _ask(self, done: FinishedRound) -> Tensor:
         """Tell the policy of a round and return what it wants of the next, or else what it wanted of this in vain."""

@@ -159,6 +159,10 @@ class ModelRunner(ABC):
         """Whether what `stage` returns replays a recorded pass: it takes no memory but for a copy of the result."""
         return False
 
+    def recorded(self, width: int, longest: int) -> bool:  # noqa: ARG002 - nothing is, by default
+        """Whether a block of this width, arguments as in `stage`, is replayed from a recording that exists already."""
+        return False
+
     def padded_width(self, width: int) -> int:
         """Return the columns that a block of `width` columns is run with."""
         return next_bucket(width, self._width_buckets)

@@ -7,7 +7,7 @@ same; past some hundreds of tokens arithmetic decides, and padding costs what to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -59,10 +59,14 @@ class VerificationPass:
         if self._choice == "auto" and self._runner.packs and self._runner.rows >= LARGE_BATCH:
             self._costs = token_costs(self._runner, longest)
 
-    def run(
+    def recorded(self, width: int, longest: int) -> bool:
+        """Whether blocks of this width are run by a padded pass that has been recorded, so that `stage` is cheap."""
+        return not self._may_pack(width) and self._runner.recorded(width, longest)
+
+    def stage(
         self, tokens: Tensor, positions: Tensor, counts: Tensor, host_counts: Sequence[int] | None, longest: int
-    ) -> PassResult:
-        """Run a block.
+    ) -> Callable[[], PassResult]:
+        """Get a block ready. The function that is returned runs it; only the block staged last can be run.
 
         Args:
             tokens: `[rows, width]`, int64, each row's tokens in its first columns.
@@ -75,9 +79,9 @@ class VerificationPass:
             total = sum(counts.tolist() if host_counts is None else host_counts)
             size = packed_bucket(total)
             if self._packing_pays(size, tokens.shape[1]):
-                logits = self._runner.forward_packed(tokens, positions, counts, size, longest)
-                return PassResult(logits, size)
-        return PassResult(self._runner.forward(tokens, positions, longest))
+                return lambda: PassResult(self._runner.forward_packed(tokens, positions, counts, size, longest), size)
+        padded = self._runner.stage(tokens, positions, longest)
+        return lambda: PassResult(padded())
 
     def _padded_tokens(self, width: int) -> int:
         return len(self._runner.live_rows) * self._runner.padded_width(width)

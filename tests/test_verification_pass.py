@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -47,9 +47,9 @@ class FakeRunner:
     def padded_width(self, width: int) -> int:
         return next_bucket(width, WIDTH_BUCKETS)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
+    def stage(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> Callable[[], torch.Tensor]:
         self.calls.append(("padded", tokens.shape[1], longest))
-        return tokens
+        return lambda: tokens
 
     def forward_packed(
         self, tokens: torch.Tensor, positions: torch.Tensor, counts: Any, size: int, longest: int
@@ -88,7 +88,7 @@ def run(
     """Run a block of the given tokens per row; `known` says whether the host knows them."""
     block = torch.zeros(len(counts), width or max(counts), dtype=torch.long)
     on_device = CountsOnDevice(counts)
-    return target.run(block, block, on_device, list(counts) if known else None, longest=77), on_device
+    return target.stage(block, block, on_device, list(counts) if known else None, longest=77)(), on_device
 
 
 UNEVEN = [9] + [1] * (LARGE_BATCH - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,6 +15,9 @@ from hf_dsde.graphs import RecordingCosts
 from hf_dsde.overlap import SideStream
 from hf_dsde.policies.base import Signal, StoppingPolicy
 from hf_dsde.sequences import SequenceBatch
+
+Expect = Callable[[Tensor, Tensor], None]
+"""Takes the tokens and lengths that a proposal has if it is over now, as in `CandidateBatch`."""
 
 LOGIT_SIGNALS = frozenset({Signal.KLD, Signal.REVERSE_KLD})
 """Signals that compare the two models' raw logits."""
@@ -139,10 +142,17 @@ class Drafter(ABC):
         """Measure and return the seconds of one draft step, with up to `longest` tokens in a row's cache."""
 
     @abstractmethod
-    def propose(self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy) -> CandidateBatch:
+    def propose(
+        self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy, expect: Expect
+    ) -> CandidateBatch:
         """Draft, asking `policy` after every token whether rows shall stop behind it.
 
-        The tokens are also written behind the text of `sequences`, where logits processors look for them.
+        Args:
+            sequences: The text. Where logits processors look at it, the tokens are also written behind it.
+            request: How much the rows may draft.
+            policy: Is asked.
+            expect: Called before the host waits for an answer, with what is proposed if no row drafts on. If so, the
+                proposal has the very tensor of tokens that was given.
         """
 
     def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:  # noqa: B027 - may be nothing

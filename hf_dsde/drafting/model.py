@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_dsde import compat
 from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, DraftRequest
+from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, DraftRequest, Expect
 from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.overlap import SideStream
@@ -50,6 +50,7 @@ class _Proposal:
     logits: list[Tensor] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)
+    _block: Tensor | None = None
 
     def add(self, step: DraftStep, probs: Tensor | None, signals_needed: frozenset[Signal]) -> None:
         """Keep a step's tokens, the law they were drawn from, and the signals somebody asked for."""
@@ -62,6 +63,12 @@ class _Proposal:
             self.entropy.append(step.entropy)
         if Signal.CONFIDENCE in signals_needed:
             self.confidence.append(step.confidence)
+
+    def block(self, device: torch.device) -> Tensor:
+        """All steps' tokens, `[rows, steps]`, on `device`; the same tensor again until another step is added."""
+        if self._block is None or self._block.shape[1] != len(self.tokens):
+            self._block = torch.stack(self.tokens, dim=1).to(device)
+        return self._block
 
 
 class ModelDrafter(Drafter):
@@ -152,7 +159,9 @@ class ModelDrafter(Drafter):
         """Measure and return the seconds of one forward pass of one token per row."""
         return pass_seconds(self._runner, 1, longest)
 
-    def propose(self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy) -> CandidateBatch:
+    def propose(
+        self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy, expect: Expect
+    ) -> CandidateBatch:
         """Draft up to `request.width` tokens, one forward pass each."""
         lengths = request.lengths.to(self._device)
         drafted = torch.zeros_like(lengths)
@@ -168,7 +177,7 @@ class ModelDrafter(Drafter):
             counts = [int(position < length) for length in request.length_counts]
             scores = self._process(logits[:, None], sequences, counts, offset=position)[:, 0]
             tokens, probs = choose(scores, self._do_sample)
-            if self._process.needs_history:  # else once at the end: the sequences may live on another device
+            if self._process.needs_history:
                 sequences.write_behind(tokens[:, None].to(sequences.device), offset=position)
             step = DraftStep(position, tokens, logits, scores, drafting)
             proposal.add(step, probs, policy.requires)
@@ -176,16 +185,16 @@ class ModelDrafter(Drafter):
             drafting = drafting & (lengths > position + 1)
             if policy.stops_inside_round:
                 drafting = self._ask(policy, step, drafting, sequences.device)
-                if position + 1 < request.width:
-                    flag.ask(drafting)
-            if position + 1 < request.width:
-                # Ready before the host waits for the answer, so that the device gets it at once if it is yes.
-                following = self._stage(sequences, ends, tokens, position + 1, drafting)
+            if position + 1 == request.width:
+                break
+            # Whatever follows is ready before the host waits for the answer, so that the device gets it at once.
+            if policy.stops_inside_round:
+                flag.ask(drafting)
+                expect(proposal.block(sequences.device), drafted.to(sequences.device))
+            following = self._stage(sequences, ends, tokens, position + 1, drafting)
             if flag.nobody_drafts():
                 break
-        candidates = self._candidates(proposal, drafted, sequences.device)
-        sequences.write_behind(candidates.tokens)
-        return candidates
+        return self._candidates(proposal, drafted, sequences.device)
 
     def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:
         """Stage each row's last two tokens: behind a proposal, no row that drafted misses more."""
@@ -278,9 +287,8 @@ class ModelDrafter(Drafter):
         def stacked(steps: Sequence[Tensor]) -> Tensor | None:
             return torch.stack(list(steps), dim=1).to(device) if steps else None
 
-        tokens = torch.stack(proposal.tokens, dim=1).to(device)
         return CandidateBatch(
-            tokens=tokens,
+            tokens=proposal.block(device),
             lengths=drafted.to(device),
             probs=stacked(proposal.probs),
             steps=len(proposal.tokens),
