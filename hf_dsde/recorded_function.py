@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from math import prod
 
 import torch
@@ -18,8 +19,11 @@ from torch import Tensor
 from hf_dsde import runners
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.graphs import Capture, Replay
-from hf_dsde.policies.base import TensorFunction, as_it_is
+from hf_dsde.policies.base import Recorder, TensorFunction, as_it_is
 from hf_dsde.runners import RunnerWarning
+
+KEPT_FUNCTIONS = 16
+"""Functions that are kept for later calls: a policy has up to three for a number of rows."""
 
 
 class RecordedFunction:
@@ -31,18 +35,18 @@ class RecordedFunction:
     Args:
         function: Takes tensors of one device and returns a tuple of tensors; a function of its arguments only, which
             writes to none of them and never asks the host about values. Other tensors that it reads have to be its own.
-        make_capture: Returns what records it; called whenever the shapes or dtypes of arguments are new.
+        capture: Records it; called whenever the shapes or dtypes of arguments are new.
         on_failure: Called with the exception when recording fails; the function is then run as it is.
     """
 
     def __init__(
         self,
         function: TensorFunction,
-        make_capture: Callable[[], Capture],
+        capture: Capture,
         on_failure: Callable[[Exception], None],
     ) -> None:
         self._function = function
-        self._make_capture = make_capture
+        self._capture = capture
         self._on_failure = on_failure
         self._failed = False
         self._signature: list[tuple[torch.Size, torch.dtype]] = []
@@ -76,7 +80,7 @@ class RecordedFunction:
             self._results = [(result.shape, result.dtype) for result in results]
             return torch.cat([_bytes_of(results[place]) for place in _widest_first(self._results)])
 
-        self._replay = self._make_capture()(body)
+        self._replay = self._capture(body)
         self._arguments, self._signature = static, signature
 
     def _unpacked(self, packed: Tensor) -> tuple[Tensor, ...]:
@@ -122,34 +126,37 @@ def _laid_out_as(target: Tensor, source: Tensor) -> Tensor:
     return source.contiguous().as_strided(target.size(), target.stride())
 
 
-class FunctionRecorder:
-    """Records the functions of one call of `generate`.
+class _Memory:
+    """What records functions on a device, and those of them that later calls may ask for; for one call at a time.
+
+    Something recorded stays in it, or else every call would get a new pool of memory: torch frees that of a pool
+    without graphs only when the device has run out of it.
 
     Args:
         device: Where the functions' tensors live.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._capture: Capture | None = None
-        self._warned = False
+        self._capture = runners.capture_on(device)
+        self._anchor = self._capture(lambda: torch.zeros(1, device=device))
+        self._kept: OrderedDict[Hashable, RecordedFunction] = OrderedDict()
+        self.warned = False
 
-    def __call__(self, function: TensorFunction) -> TensorFunction:
-        """Return a function that is recorded when it is first called."""
-        return RecordedFunction(function, self._make_capture, self._fall_back)
-
-    def _make_capture(self) -> Capture:
-        if self._capture is None:
-            self._capture, anchor = _captures.take(self._device)
-            # Every function holds this recorder: when it has gone, none can be replayed any more.
-            weakref.finalize(self, _captures.give_back, self._device, self._capture, anchor).atexit = False
-        return self._capture
+    def recorded(self, function: TensorFunction, key: Hashable) -> RecordedFunction:
+        """Return the function that is kept under `key`, or else `function`, to be recorded at its first call."""
+        found = self._kept.pop(key, None) or RecordedFunction(function, self._capture, self._fall_back)
+        if key is not None:
+            self._kept[key] = found
+            while len(self._kept) > KEPT_FUNCTIONS:
+                self._kept.popitem(last=False)
+        return found
 
     def _fall_back(self, failure: Exception) -> None:
-        """Warn once."""
-        if self._warned:
+        """Warn once a call. The next one tries again."""
+        self._kept.clear()
+        if self.warned:
             return
-        self._warned = True
+        self.warned = True
         warnings.warn(
             f"The policy's arithmetic is run operation by operation, which is slower: recording failed with "
             f"{type(failure).__name__}: {failure}. SpeculationConfig(runner='eager') records nothing.",
@@ -158,36 +165,63 @@ class FunctionRecorder:
         )
 
 
-class _Captures:
-    """Captures by device that nobody uses at the moment; calls in several threads never share one.
-
-    Each comes with something recorded that stays, or else every call would get a new pool of memory: torch frees that
-    of a pool without graphs only when the device has run out of it.
-    """
+class _Memories:
+    """Memories by device that nobody uses at the moment; calls in several threads never share one."""
 
     def __init__(self) -> None:
-        self._idle: dict[torch.device, list[tuple[Capture, Replay]]] = {}
+        self._idle: dict[torch.device, list[_Memory]] = {}
         self._lock = threading.RLock()  # what is given back may be so in the middle of taking, by garbage collection
 
-    def take(self, device: torch.device) -> tuple[Capture, Replay]:
-        """Return an idle capture, or a new one, and what keeps its memory."""
+    def take(self, device: torch.device) -> _Memory:
+        """Return an idle memory, or a new one."""
         with self._lock:
             idle = self._idle.get(device)
             if idle:
                 return idle.pop()
-        capture = runners.capture_on(device)
-        return capture, capture(lambda: torch.zeros(1, device=device))
+        return _Memory(device)
 
-    def give_back(self, device: torch.device, capture: Capture, anchor: Replay) -> None:
-        """Keep a capture for later calls."""
+    def give_back(self, device: torch.device, memory: _Memory) -> None:
+        """Keep a memory for later calls."""
+        memory.warned = False
         with self._lock:
-            self._idle.setdefault(device, []).append((capture, anchor))
+            self._idle.setdefault(device, []).append(memory)
 
 
-_captures = _Captures()
+_memories = _Memories()
 
 
-def function_recorder(device: torch.device, config: SpeculationConfig) -> Callable[[TensorFunction], TensorFunction]:
+class FunctionRecorder:
+    """Records the functions of one call of `generate`; a `Recorder`.
+
+    Args:
+        device: Where the functions' tensors live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: _Memory | None = None
+
+    def __call__(self, function: TensorFunction, key: Hashable = None) -> TensorFunction:
+        """Return a function that is recorded when it is first called, unless one of that key has been."""
+        recorded: RecordedFunction | None = None
+
+        def call(*arguments: Tensor) -> tuple[Tensor, ...]:
+            nonlocal recorded
+            if recorded is None:
+                recorded = self._own_memory().recorded(function, key)
+            return recorded(*arguments)
+
+        return call
+
+    def _own_memory(self) -> _Memory:
+        if self._memory is None:
+            self._memory = _memories.take(self._device)
+            # Every function holds this recorder: when it has gone, none can be replayed any more.
+            weakref.finalize(self, _memories.give_back, self._device, self._memory).atexit = False
+        return self._memory
+
+
+def function_recorder(device: torch.device, config: SpeculationConfig) -> Recorder:
     """Return what `BatchInfo.record` shall be: it records where passes of models are recorded.
 
     Args:

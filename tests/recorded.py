@@ -129,7 +129,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> list[NotingCapture]:
         captures.append(NotingCapture())
         return captures[-1]
 
-    monkeypatch.setattr(recorded_function, "_captures", recorded_function._Captures())
+    monkeypatch.setattr(recorded_function, "_memories", recorded_function._Memories())
     monkeypatch.setattr(runners, "can_record", lambda device: True)
     monkeypatch.setattr(runners, "capture_on", capture_on)
     return captures

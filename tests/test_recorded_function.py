@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_dsde
+from hf_dsde import recorded_function
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.policies import BatchInfo, DraftStep, GoodputPolicy, MarginalGoodputPolicy, RoundOutcome
@@ -119,6 +120,77 @@ def test_memory_is_handed_on_once_nobody_can_replay(recording: list[NotingCaptur
     assert_same(other(torch.zeros(2)), (torch.ones(2),))
 
 
+def counted(record: FunctionRecorder, offset: float, key: Any) -> Any:
+    return record(lambda x: (x + offset,), key)
+
+
+def test_functions_of_a_key_are_recorded_once_for_all_calls(recording: list[NotingCapture]) -> None:  # noqa: F811
+    x = torch.zeros(2)
+    for _ in range(3):
+        record = FunctionRecorder(CPU)
+        for offset in (1.0, 2.0):
+            assert_same(counted(record, offset, ("add", offset))(x), (x + offset,))
+        del record
+        gc.collect()
+    assert [capture.recorded for capture in recording] == [1 + 2]
+
+
+def test_what_has_no_key_or_is_in_use_is_recorded_anew(recording: list[NotingCapture]) -> None:  # noqa: F811
+    x = torch.zeros(2)
+    first, second = FunctionRecorder(CPU), FunctionRecorder(CPU)
+    kept = [counted(record, 1.0, "one") for record in (first, second)]
+    assert_same(kept[0](x) + kept[1](x), (x + 1, x + 1))
+    assert [capture.recorded for capture in recording] == [2, 2], "two calls at a time share nothing"
+    for _ in range(2):
+        assert_same(counted(first, 3.0, None)(x), (x + 3,))
+    assert recording[0].recorded == 4
+
+
+def test_the_functions_used_least_recently_are_let_go(
+    recording: list[NotingCapture],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorded_function, "KEPT_FUNCTIONS", 2)
+    record, x = FunctionRecorder(CPU), torch.zeros(2)
+    for offset in (1.0, 2.0, 1.0, 3.0, 1.0, 2.0):  # 2 goes when 3 comes
+        assert_same(counted(record, offset, offset)(x), (x + offset,))
+    assert recording[0].recorded == 1 + 4
+
+
+def test_a_function_that_failed_is_tried_again_by_the_next_call() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return (x * float(x.sum()),)
+
+    for _ in range(2):
+        recorded = FunctionRecorder(CPU)(function, "waits")
+        with pytest.warns(RunnerWarning, match="recording failed with"):
+            recorded(torch.ones(2))
+        del recorded
+        gc.collect()
+
+
+@pytest.mark.parametrize("policy", ["goodput", "marginal_goodput"])
+def test_a_second_call_records_no_arithmetic(policy: str, recording: list[NotingCapture]) -> None:  # noqa: F811
+    target = hf_dsde.enable(tiny_model())
+    draft = noisy_copy(target, 0.05)
+
+    def recorded_by_a_call(rows: int = 4) -> int:
+        target.generate(
+            **ragged_batch(random_lengths(rows)),
+            max_new_tokens=24,
+            assistant_model=draft,
+            speculation_policy=policy,
+            speculation_config=SpeculationConfig(runner="graph"),
+        )
+        gc.collect()
+        return recording[2].recorded
+
+    first = recorded_by_a_call()
+    assert first == {"goodput": 2, "marginal_goodput": 4}[policy]
+    assert recorded_by_a_call() == first
+    assert recorded_by_a_call(rows=2) > first
+
+
 class Launches(TorchDispatchMode):
     """Counts operations that a device would be given."""
 
@@ -163,7 +235,7 @@ def test_a_call_launches_a_copy_per_dtype_a_replay_and_a_copy_of_all_results(mon
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensor + 1 for tensor in tensors)
 
-    recorded = RecordedFunction(function, Capture, pytest.fail)
+    recorded = RecordedFunction(function, Capture(), pytest.fail)
     given = (torch.ones(1, 9)[:, :4], torch.ones(()), torch.ones(3), torch.ones(3, dtype=torch.int64), torch.ones(2))
     recorded(*given)
     with Launches() as launches:

@@ -9,11 +9,11 @@ Whatever a policy answers, the output is exact; a policy only decides how fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,14 @@ TensorFunction = Callable[..., tuple[Tensor, ...]]
 """Takes tensors and returns a tuple of tensors."""
 
 
-def as_it_is(function: TensorFunction) -> TensorFunction:
+class Recorder(Protocol):
+    """What `BatchInfo.record` is."""
+
+    def __call__(self, function: TensorFunction, key: Hashable = None) -> TensorFunction:
+        """Return a function that does what `function` does."""
+
+
+def as_it_is(function: TensorFunction, key: Hashable = None) -> TensorFunction:  # noqa: ARG001 - a `Recorder`
     """Return `function`: what `BatchInfo.record` does where nothing is recorded."""
     return function
 
@@ -72,6 +79,10 @@ class BatchInfo:
               reads from the host, such as a round's number, stays what it was at its first call,
             - writes to no argument, draws no random numbers and never waits for the device,
             - is called with the same shapes and dtypes each time: others are right too, but slow.
+
+            A `key` names what the function computes, with all the numbers that it was made with and the shapes of its
+            arguments: functions with equal keys are taken for one, which later calls need not record again. It then is
+            kept, and with it the tensors that it reads, which nobody may write to. None records anew in each call.
     """
 
     rows: int
@@ -80,7 +91,7 @@ class BatchInfo:
     max_draft_length: int
     max_new_tokens: int
     costs: LiveCosts | None = None
-    record: Callable[[TensorFunction], TensorFunction] = field(default=as_it_is)
+    record: Recorder = field(default=as_it_is)
 
     @property
     def records(self) -> bool:

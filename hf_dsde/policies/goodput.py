@@ -30,6 +30,8 @@ def expected_tokens(acceptance: Tensor, longest: int) -> Tensor:
     return torch.pow(acceptance, exponents).cumsum(0)
 
 
+LEAST_WEIGHT = 1e-6
+"""Of a round, where `decay` leaves none."""
 PROBED_ROWS = 4
 """Rows that draft in a probe: what a draft has missed while nobody drafted, it has to take in for each of them."""
 FIRST_TOKENS = 8
@@ -46,6 +48,87 @@ class _State(NamedTuple):
     probing: Tensor  # scalar, bool: whether a length of 0 is replaced by a probe
     tokens: Tensor  # scalar, float32: judged tokens that the acceptance probability counts for
     lengths: Tensor  # [rows], int64: what is drafted next
+
+
+class _Arithmetic(NamedTuple):
+    """What a round teaches, as a function of tensors; `first_tokens` and knobs of the policy stay as they are."""
+
+    longest: int
+    decay: float
+    memory_tokens: int
+    plain_bonus: float
+    probe_share: float
+    estimator: str
+    first_tokens: Tensor
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells apart instances that compute something else."""
+        return ("goodput", *self[:-1])
+
+    def next_state(
+        self,
+        drafted: Tensor,
+        accepted: Tensor,
+        active: Tensor,
+        times: Tensor,
+        resumption: Tensor,
+        due: Tensor,
+        acceptance: Tensor,
+        best: Tensor,
+        budget: Tensor,
+        probing: Tensor,
+        tokens: Tensor,
+    ) -> _State:
+        """The state behind a round.
+
+        Args:
+            drafted: As in `RoundOutcome`.
+            accepted: As in `RoundOutcome`.
+            active: As in `RoundOutcome`.
+            times: As in `CostTable`.
+            resumption: As in `CostTable`.
+            due: Whether the best length is decided on again, scalar, bool.
+            acceptance: As in `_State`, of the round before.
+            best: Likewise.
+            budget: Likewise.
+            probing: Likewise.
+            tokens: Likewise.
+        """
+        judged = (torch.minimum(accepted + 1, drafted) if self.estimator == "tested" else drafted).sum()
+        gained, longest = accepted.sum(), drafted.max()
+        acceptance, tokens = self._followed(acceptance, tokens, judged, gained)
+        best = torch.where(due, self.best_length(acceptance, times), best)
+        if self.longest == 0:
+            return _State(acceptance, best, budget, probing, tokens, best.expand_as(drafted))
+        tokens = torch.where(best == 0, self.first_tokens, tokens)
+        price = times[1] - times[0] + resumption
+        # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
+        worth = gained / active.sum().clamp_min(1)
+        refund = torch.minimum(worth, price) * probing
+        put_aside = self.probe_share * times.take(longest.clamp_max(self.longest))
+        budget = torch.minimum(budget + refund + put_aside, 2 * torch.maximum(price, put_aside))
+        probing = (best == 0) & (budget >= price) & (price > 0)
+        probed = probing & active & (active.cumsum(0) <= PROBED_ROWS)
+        return _State(acceptance, best, budget - price * probing, probing, tokens, lengths=best + probed)
+
+    def _followed(self, acceptance: Tensor, tokens: Tensor, judged: Tensor, gained: Tensor) -> tuple[Tensor, Tensor]:
+        """The acceptance probability behind a round, and the judged tokens that it rests on."""
+        rate = gained / judged.clamp_min(1)
+        if self.memory_tokens:
+            # An average of weight 1 - decay per round, once there are tokens enough for it.
+            remembered = (judged * (self.decay / max(1 - self.decay, LEAST_WEIGHT))).clamp_min(self.memory_tokens)
+            tokens = torch.minimum(tokens, remembered)
+            weight = judged / (tokens + judged)
+        else:
+            weight = (1 - self.decay) * (judged > 0)
+        return acceptance + weight * (rate - acceptance), tokens + judged
+
+    def best_length(self, acceptance: Tensor, times: Tensor) -> Tensor:
+        """The length of the best goodput, the shortest among equals, scalar, int64."""
+        goodput = expected_tokens(acceptance, self.longest) / times
+        goodput = torch.cat([goodput[:1] * self.plain_bonus, goodput[1:]])
+        return goodput.argmax()
 
 
 @register("goodput")
@@ -109,22 +192,30 @@ class GoodputPolicy(StoppingPolicy):
 
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
-        self._longest = min(self.num_draft_tokens, batch.max_draft_length)
-        self._table = CostTable(batch, self._longest)
+        longest = min(self.num_draft_tokens, batch.max_draft_length)
+        self._table = CostTable(batch, longest)
         self._rounds = 0
-        self._first_tokens = torch.full((), float(FIRST_TOKENS), device=batch.device)
+        arithmetic = _Arithmetic(
+            longest=longest,
+            decay=self.decay,
+            memory_tokens=self.memory_tokens,
+            plain_bonus=self.plain_bonus,
+            probe_share=self.probe_share,
+            estimator=self.estimator,
+            first_tokens=torch.full((), float(FIRST_TOKENS), device=batch.device),
+        )
         self._due = {due: torch.full((), due, device=batch.device) for due in (False, True)}
         acceptance = torch.full((), self.initial_acceptance, device=batch.device)
-        best = self._best_length(acceptance, self._table.times)
+        best = arithmetic.best_length(acceptance, self._table.times)
         self._state = _State(
             acceptance=acceptance,
             best=best,
             budget=torch.zeros((), device=batch.device),
             probing=torch.zeros((), dtype=torch.bool, device=batch.device),
-            tokens=self._first_tokens,
+            tokens=arithmetic.first_tokens,
             lengths=best.repeat(batch.rows),
         )
-        self._end_round = batch.record(self._next_state)
+        self._end_round = batch.record(arithmetic.next_state, key=(*arithmetic.key, batch.rows))
         if batch.records:  # now, or the first round would look slow to whoever measures it
             none = torch.zeros(batch.rows, dtype=torch.int64, device=batch.device)
             self._end_round(none, none, none == 0, *self._prices, self._due[True], *self._state[:5])
@@ -144,64 +235,6 @@ class GoodputPolicy(StoppingPolicy):
     @property
     def _prices(self) -> tuple[Tensor, Tensor]:
         return self._table.times, self._table.resumption
-
-    def _next_state(
-        self,
-        drafted: Tensor,
-        accepted: Tensor,
-        active: Tensor,
-        times: Tensor,
-        resumption: Tensor,
-        due: Tensor,
-        acceptance: Tensor,
-        best: Tensor,
-        budget: Tensor,
-        probing: Tensor,
-        tokens: Tensor,
-    ) -> _State:
-        """The state behind a round.
-
-        Args:
-            drafted: As in `RoundOutcome`.
-            accepted: As in `RoundOutcome`.
-            active: As in `RoundOutcome`.
-            times: As in `CostTable`.
-            resumption: As in `CostTable`.
-            due: Whether the best length is decided on again, scalar, bool.
-            acceptance: As in `_State`, of the round before.
-            best: Likewise.
-            budget: Likewise.
-            probing: Likewise.
-            tokens: Likewise.
-        """
-        judged = (torch.minimum(accepted + 1, drafted) if self.estimator == "tested" else drafted).sum()
-        gained, longest = accepted.sum(), drafted.max()
-        difference = gained / judged.clamp_min(1) - acceptance
-        if self.memory_tokens:
-            followed = acceptance + (judged / (tokens + judged)).clamp_max(1 - self.decay) * difference
-        else:
-            followed = acceptance + (1 - self.decay) * difference
-        acceptance = torch.where(longest > 0, followed, acceptance)
-        best = torch.where(due, self._best_length(acceptance, times), best)
-        if self._longest == 0:
-            return _State(acceptance, best, budget, probing, tokens, best.expand_as(drafted))
-        known = (tokens + judged).clamp_max(max(self.memory_tokens, FIRST_TOKENS))
-        tokens = torch.where(best == 0, self._first_tokens, known)
-        price = times[1] - times[0] + resumption
-        # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
-        worth = gained / active.sum().clamp_min(1)
-        refund = torch.minimum(worth, price) * probing
-        put_aside = self.probe_share * times.take(longest.clamp_max(self._longest))
-        budget = torch.minimum(budget + refund + put_aside, 2 * torch.maximum(price, put_aside))
-        probing = (best == 0) & (budget >= price) & (price > 0)
-        probed = probing & active & (active.cumsum(0) <= PROBED_ROWS)
-        return _State(acceptance, best, budget - price * probing, probing, tokens, lengths=best + probed)
-
-    def _best_length(self, acceptance: Tensor, times: Tensor) -> Tensor:
-        """The length of the best goodput, the shortest among equals, scalar, int64."""
-        goodput = expected_tokens(acceptance, self._longest) / times
-        goodput = torch.cat([goodput[:1] * self.plain_bonus, goodput[1:]])
-        return goodput.argmax()
 
     def select_rows(self, index: Tensor) -> None:
         """Rearrange the batch, and a probe with it. `index` is int64, `[places]`."""

@@ -113,9 +113,11 @@ class MarginalGoodputPolicy(StoppingPolicy):
             put_aside=novelty * self.probe_share,
         )
         self._records = batch.records
-        self._step = batch.record(self._gain.step_from_logits if self._records else self._gain.step)
-        self._end_round = batch.record(self._gain.end_round)
-        self._learn_and_end_round = batch.record(self._gain.learn_and_end_round)
+        knobs = (self.optimism, self.row_memory, self.probe_share, self.forgetting)
+        key = ("marginal_goodput", *knobs, self._longest, batch.rows, batch.vocabulary_size)
+        self._step = batch.record(self._gain.step_from_logits if self._records else self._gain.step, (*key, "step"))
+        self._end_round = batch.record(self._gain.end_round, (*key, "end"))
+        self._learn_and_end_round = batch.record(self._gain.learn_and_end_round, (*key, "learn"))
         self._begin_round()
         if self._records:
             self._rehearse(batch)

@@ -52,12 +52,13 @@ class ReferenceGoodput:
         if sum(drafted):
             weight = 1 - self.decay
             if self.memory_tokens:
-                weight = min(weight, total / (self.tokens + total))
+                self.tokens = min(self.tokens, max(self.memory_tokens, total * self.decay / (1 - self.decay)))
+                weight = total / (self.tokens + total)
             self.acceptance = (1 - weight) * self.acceptance + weight * sum(accepted) / total
         self.rounds += 1
         if self.rounds % self.interval == 0:
             self.best = self.best_length()
-        self.tokens = 8.0 if self.best == 0 else min(self.tokens + total, max(8, self.memory_tokens))
+        self.tokens = 8.0 if self.best == 0 else self.tokens + total
         price = self.times[1] - self.times[0] + self.resumption
         if self.probing:
             self.budget += min(sum(accepted) / max(1, sum(active)), price)

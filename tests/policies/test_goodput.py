@@ -66,6 +66,7 @@ def test_the_first_length_is_the_best_for_the_initial_acceptance(
             {"decay": 0.5, "probe_share": 0.02},
             {"memory_tokens": 0},
             {"memory_tokens": 100, "decay": 0.7},
+            {"decay": 1.0 - 1e-6},
         ]
     ),
 )
@@ -132,9 +133,22 @@ def test_few_tokens_move_the_average_little_and_many_as_published() -> None:
         return 1 - float(policy.acceptance) / before
 
     assert moved(1) == pytest.approx(1 / 21)
-    assert moved(1, memory_tokens=4) == pytest.approx(1 / 9), "8 tokens are the least"
+    assert moved(1, memory_tokens=4) == pytest.approx(0.15), "the published weight is the largest"
     assert moved(1, memory_tokens=0) == pytest.approx(0.15)
     assert moved(8) == pytest.approx(0.15)
+
+
+def test_a_large_batch_needs_one_round_to_know_a_draft() -> None:
+    """The assumption to begin with counts for 8 tokens, and a round of 32 rows judges more."""
+
+    def known(**knobs: int) -> float:
+        policy = GoodputPolicy(**knobs)
+        policy.start(batch(32, 0.2, CHEAP))
+        policy.observe(outcome([3] * 32, [0] * 32))
+        return float(policy.acceptance)
+
+    assert known() == pytest.approx(0.7 * 8 / 40)
+    assert known(memory_tokens=0) == pytest.approx(0.7 * 0.85)
 
 
 def test_without_probes_it_never_comes_back() -> None:
