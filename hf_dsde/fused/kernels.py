@@ -21,10 +21,12 @@ from torch import Tensor
 
 from hf_dsde.fused.attention_kernel import ragged_attention
 from hf_dsde.fused.chaining import await_inputs, chaining
+from hf_dsde.fused.distribution_kernel import entropy_and_top
 from hf_dsde.fused.skinny_linear import gated_linear, linears, pays
 
 __all__ = [
     "add_rms_norm",
+    "entropy_and_top",
     "gated_linear",
     "linears",
     "pays",

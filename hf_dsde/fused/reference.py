@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_dsde import signals
 from hf_dsde.fused.block import TokenBlock
 
 QUERIES_AT_ONCE = 64
@@ -189,3 +190,17 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling:
         visible &= slot > query - window
     weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
     return (weights @ values.to(precision)).to(q.dtype).reshape(tokens, -1)
+
+
+def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy and the two largest probabilities of the softmax at temperature 1.
+
+    Args:
+        logits: `[rows, vocabulary]`, any float dtype; -inf where a token is excluded.
+
+    Returns:
+        Entropies, `[rows]`, nats; the two largest probabilities, largest first, `[rows, 2]`; float32.
+    """
+    log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
+    top = signals.two_largest(log_probabilities).exp()
+    return signals.entropy_of_(log_probabilities), top

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_dsde import signals
 from hf_dsde.costs import LiveCosts
+from hf_dsde.fused.dispatch import ops_for
 
 
 class Signal(Enum):
@@ -105,9 +106,8 @@ def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Entropy, shape `[rows]`, nats; the two largest probabilities, largest first, shape `[rows, 2]`; float32.
     """
-    log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
-    top = signals.two_largest(log_probabilities).exp()
-    return signals.entropy_of_(log_probabilities), top
+    entropy, top = ops_for(logits.device).entropy_and_top(logits)
+    return entropy, top
 
 
 class DraftStep:

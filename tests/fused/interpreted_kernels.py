@@ -13,10 +13,12 @@ import torch
 from interpreting import loops_with_new_numpy  # noqa: F401 - a fixture
 from kernel_cases import (
     ATTENTION_CASES,
+    DISTRIBUTIONS,
     AttentionCase,
     AttentionInput,
     make_attention,
     slow_attention,
+    slow_entropy_and_top,
     slow_norm,
     slow_rotation,
     slow_silu_mul,
@@ -180,6 +182,16 @@ def test_rotation_rounds_each_product():
     assert torch.equal(turned, q * cos[:, None] + half_turned * sin[:, None])
 
 
+@pytest.mark.parametrize("make", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+def test_entropy_and_top_are_those_of_the_definition(make):
+    logits = make()
+    entropy, top = kernels.entropy_and_top(logits)
+    expected_entropy, expected_top = slow_entropy_and_top(logits)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(top.double(), expected_top, rtol=2e-5, atol=1e-9)
+    assert bool((entropy >= 0).all())
+
+
 def test_nothing_happens_without_tokens():
     none = torch.randn(0, 4, 16)
     keys = torch.ones(1, 4, 3, 16)
@@ -192,3 +204,4 @@ def test_nothing_happens_without_tokens():
     assert keys.eq(1).all()
     assert kernels.rms_norm(none[:, 0], torch.ones(16), 1e-5).shape == (0, 16)
     assert kernels.silu_mul(none[:, 0], none[:, 0]).shape == (0, 16)
+    assert kernels.entropy_and_top(torch.randn(0, 9))[1].shape == (0, 2)

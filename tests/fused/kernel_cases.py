@@ -168,6 +168,32 @@ def rounded_gated(gates: Tensor, ups: Tensor, dtype: torch.dtype) -> Tensor:
     return (activated.double() * ups.to(dtype).double()).to(dtype)
 
 
+DISTRIBUTIONS = {
+    "few tokens": lambda: torch.randn(3, 50),
+    "flat": lambda: torch.zeros(2, 4097),
+    "peaked": lambda: 300 * torch.randn(2, 700),
+    "large and alike": lambda: 1e4 + torch.randn(2, 300),
+    "the two largest behind each other": lambda: torch.arange(5000.0)[None] / 100,
+    "the two largest in one lane": lambda: torch.full((1, 9000), -3.0).index_fill_(1, torch.tensor([7, 7 + 4096]), 2.0),
+    "excluded tokens": lambda: torch.randn(4, 1000).masked_fill(torch.rand(4, 1000) < 0.7, -math.inf),
+    "one token is left": lambda: torch.full((2, 90), -math.inf).index_fill_(1, torch.tensor([33]), 5.0),
+    "rows out of wider ones": lambda: torch.randn(3, 5, 80)[:, 2, :70],
+    "columns apart": lambda: torch.randn(70, 3).T,
+}
+"""Logits by what is special about them."""
+
+
+def slow_entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropies and the two largest probabilities, float64, token by token."""
+    entropies, tops = [], []
+    for row in logits.double().cpu().tolist():
+        weights = [math.exp(value - max(row)) for value in row]
+        probabilities = [weight / math.fsum(weights) for weight in weights]
+        entropies.append(-math.fsum(p * math.log(p) for p in probabilities if p > 0))
+        tops.append(sorted(probabilities)[-1:-3:-1])
+    return torch.tensor(entropies, dtype=torch.float64), torch.tensor(tops, dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class ProductCase:
     """Sizes of a launch: tokens, width, rows of each weight, and which of them has a bias."""

@@ -76,7 +76,7 @@ def test_attention_compiles_to_tensor_cores_fed_by_asynchronous_copies(tmp_path,
 
 def test_the_other_kernels_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from hf_dsde.fused import attention_kernel, kernels
+    from hf_dsde.fused import attention_kernel, distribution_kernel, kernels
 
     half = dict.fromkeys(("x", "residual", "weight", "normed", "summed"), "*bf16") | {"total": "i32", "eps": "fp32"}
     for add, tile, dim in ((True, 1, 5120), (False, 8, 128)):
@@ -84,6 +84,11 @@ def test_the_other_kernels_compile(tmp_path, monkeypatch):
         assert _compile(kernels._norm_kernel, half, block, 8).metadata.num_warps == 8
     gated = dict.fromkeys(("gate", "up", "out"), "*bf16")
     assert "ld.global.v4" in _compile(kernels._silu_mul_kernel, gated, {"dim": 8960, "block": 1024}, 4).asm["ptx"]
+    asked = dict.fromkeys(("logits", "entropy", "top"), "*fp32")
+    code = _compile(distribution_kernel._entropy_and_top_kernel, asked, {"block": distribution_kernel.BLOCK}, 16).asm[
+        "ptx"
+    ]
+    assert "ld.global.v4" in code
     merged = {
         "means": "*fp32",
         "logsums": "*fp32",

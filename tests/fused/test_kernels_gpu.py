@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernel_cases import (
     ATTENTION_CASES,
+    DISTRIBUTIONS,
     PRODUCT_CASES,
     AttentionCase,
     ProductCase,
@@ -18,6 +19,7 @@ from kernel_cases import (
     make_products,
     rounded_gated,
     slow_attention,
+    slow_entropy_and_top,
     slow_linear,
     without_positions,
 )
@@ -56,6 +58,22 @@ def attend(ops, given):
     return ops.ragged_attention(
         given.q, given.keys, given.values, given.block, given.scaling, given.window, given.reach
     )
+
+
+@pytest.mark.parametrize("make", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+def test_entropy_and_top_are_those_of_the_definition(kernels, make):
+    logits = make()
+    entropy, top = kernels.entropy_and_top(logits.to("cuda"))
+    expected_entropy, expected_top = slow_entropy_and_top(logits)
+    torch.testing.assert_close(entropy.double().cpu(), expected_entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(top.double().cpu(), expected_top, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_entropy_and_top_of_a_real_vocabulary_are_those_of_torch(kernels, rows):
+    logits = 5 * torch.randn(rows, 151_936, device="cuda")
+    for found, expected in zip(kernels.entropy_and_top(logits), reference.entropy_and_top(logits), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import rounded_gated, slow_linear
+from kernel_cases import DISTRIBUTIONS, rounded_gated, slow_entropy_and_top, slow_linear
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
@@ -210,3 +211,13 @@ def test_half_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
     exact = reference.ragged_attention(q.double(), keys.double(), values.double(), block, 0.4, None, reach=9)
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+def test_entropy_and_top_are_those_of_the_definition(make: Callable[[], Tensor]) -> None:
+    logits = make()
+    entropy, top = reference.entropy_and_top(logits)
+    expected_entropy, expected_top = slow_entropy_and_top(logits)
+    # The logarithm of a probability is rounded at the size of the logits.
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(top.double(), expected_top, rtol=2e-4, atol=1e-9)
