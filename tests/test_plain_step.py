@@ -165,25 +165,31 @@ def test_sampled_text_is_that_of_steps_one_after_the_other(begun: list[int], mon
     assert torch.equal(sampled(), text)
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["recorded passes", "wide passes"])
+@pytest.mark.parametrize("runner", ["graph", "eager"])
+@pytest.mark.parametrize("tokens", [0, 200, 10_000])
 def test_a_draft_that_has_missed_much_knows_all_of_it_when_it_drafts(
-    stored: bool,
+    tokens: int,
+    runner: str,
     begun: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Drafting with the target itself, every token is accepted, unless one was missed or stored in a wrong place."""
+    stored = stores(monkeypatch)
     monkeypatch.setattr("hf_dsde.graph_runner.STORED_SIZES", (8, 16))
+    monkeypatch.setattr("hf_dsde.drafting.model.WIDE_PASS_TOKENS", tokens)
     script: list[list[int]] = []
     for gap, lengths in ((12, [2, 0, 0, 1, 0]), (1, [1, 1, 0, 2, 0]), (9, [0, 0, 3, 0, 0]), (14, [1, 2, 3, 4, 5])):
         script += [*[[0] * ROWS] * gap, lengths, [2] * ROWS if gap == 9 else lengths]
     policy = HeardScript(script)
-    output = generate(tiny_model(), policy, new_tokens=90, runner="graph" if stored else "eager", eos_token_id=None)
+    output = generate(tiny_model(), policy, new_tokens=90, runner=runner, eos_token_id=None)
     statistics = output.speculation_statistics
     assert statistics.drafted_by_position[0] > 40
     assert statistics.accepted_by_position == statistics.drafted_by_position
+    assert bool(stored) == (runner == "graph" and tokens == 0), "five rows are fed 32 tokens each at once"
 
 
-def test_only_rows_that_draft_take_in_what_they_have_missed(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """Places of each call that stores tokens and asks for no logits."""
     stored: list[list[tuple[int, int]]] = []
     original = GraphRunner.store
 
@@ -192,6 +198,11 @@ def test_only_rows_that_draft_take_in_what_they_have_missed(begun: list[int], mo
         return original(self, places, tokens)
 
     monkeypatch.setattr(GraphRunner, "store", store)
+    return stored
+
+
+def test_only_rows_that_draft_take_in_what_they_have_missed(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = stores(monkeypatch)
     script = [*[[0] * ROWS] * 12, [0, 1, 0, 2, 0], [0] * ROWS]
     generate(tiny_model(), HeardScript(script), new_tokens=16, eos_token_id=None)
     ends = [length + 13 for length in random_lengths(ROWS)]  # twelve plain steps, and one while the wish waits

@@ -39,6 +39,9 @@ LONG_GAP = 8
 """Tokens that a row may miss and still be caught up in the first pass of a proposal, whether it drafts or not. Whoever
 misses more is caught up when it drafts, by passes of its own where there are recorded ones: a probe in a few rows then
 does not cost what all rows have missed."""
+WIDE_PASS_TOKENS = 128
+"""In a batch of few rows, the first pass of a proposal takes in all that is missed if it has no more tokens than this,
+padding included: such a pass takes little longer than one of a token per row, where two passes take twice as long."""
 
 
 @dataclass
@@ -238,12 +241,18 @@ class ModelDrafter(Drafter):
         rows = [row for row, fit in enumerate(fits) if fit]
         if prepared is not None and max(missing[row] for row in rows) <= 2:
             return prepared
-        self._store_gaps(sequences, [row for row in rows if missing[row] > LONG_GAP])
+        if not self._is_one_pass(max(missing[row] for row in rows)):
+            self._store_gaps(sequences, [row for row in rows if missing[row] > LONG_GAP])
         width = max(lengths[row] - self._cached[row] for row in rows)
         tokens, positions = sequences.tail(width)
         if not all(fits):
             positions = positions.masked_fill(~upload(fits, positions.device)[:, None], -1)
         return self._last_logits(tokens, positions, max(lengths[row] for row in rows))
+
+    def _is_one_pass(self, width: int) -> bool:
+        """Whether a block of this width is better run at once than in parts."""
+        tokens = len(self._runner.live_rows) * self._runner.padded_width(width)
+        return width <= RECORDED_WIDTHS[-1] and tokens <= WIDE_PASS_TOKENS
 
     def _store_gaps(self, sequences: SequenceBatch, rows: Sequence[int]) -> None:
         """Store all that rows miss but their last tokens, if the runner has recorded passes for that."""
