@@ -15,6 +15,7 @@ import hf_dsde
 from hf_dsde.candidate_pass import CandidatePass
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.base import CandidateBatch, DraftRequest
+from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
 from hf_dsde.verification_pass import PassResult
 
@@ -23,6 +24,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
 ]
 ROWS = 5
+
+
+@pytest.fixture(autouse=True)
+def answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every answer take as long as a GPU's."""
+    monkeypatch.setattr(StopFlag, "answered", False)
 
 
 @pytest.fixture
@@ -132,3 +139,13 @@ def test_sampled_text_is_the_same_as_without(used: list[tuple[int, bool]], monke
     assert any(ready for _, ready in used)
     monkeypatch.setattr(CandidatePass, "expect", lambda *_, **__: None)
     assert torch.equal(sampled(), text)
+
+
+@pytest.mark.usefixtures("recording")
+def test_a_host_that_need_not_wait_prepares_nothing(
+    used: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StopFlag, "answered", True)
+    for _ in range(2):
+        generate(tiny_model(), StopsBehind([2], longest=5), noise=3.0, eos_token_id=None)
+    assert {ready for _, ready in used} == {False}

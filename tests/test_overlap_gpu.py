@@ -11,10 +11,13 @@ from tiny_models import FAMILIES, noisy_copy, ragged_batch, random_lengths, tiny
 from transformers import PreTrainedModel
 
 import hf_dsde
+from hf_dsde.candidate_pass import CandidatePass
+from hf_dsde.drafting.base import CandidateBatch, DraftRequest
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.overlap import SideStream
 from hf_dsde.plain_step import PlainStep
-from hf_dsde.policies import RoundOutcome, StaticPolicy
+from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, StaticPolicy
+from hf_dsde.verification_pass import PassResult
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 CUDA = torch.device("cuda", 0)
@@ -44,6 +47,20 @@ class BusyPolicy(StaticPolicy):
         self.done = torch.cuda.current_stream().record_event()
 
 
+class StopsInside(BusyPolicy):
+    """Lets all rows stop behind one to four tokens, by turns, and takes its time over each answer."""
+
+    def start(self, batch: BatchInfo) -> None:
+        super().start(batch)
+        self._round, self._rows = 0, batch.rows
+
+    def should_stop(self, step: DraftStep) -> torch.Tensor:
+        torch.cuda._sleep(self._cycles)
+        stop = step.position >= self._round % 4
+        self._round += stop
+        return torch.full((self._rows,), stop, device=step.tokens.device)
+
+
 @functools.cache
 def pair(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     target = tiny_model(family).float()
@@ -65,6 +82,22 @@ def test_memory_that_the_policy_takes_is_not_that_of_the_pass(family: str, draft
     expected = generate(family)
     for cycles in (0, 0, LONG // 10):  # the first call records
         assert torch.equal(generate(family, BusyPolicy(cycles, drafted)), expected)
+
+
+def test_the_target_s_pass_is_ready_when_a_policy_says_that_drafting_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready: list[bool] = []
+    original = CandidatePass.run
+
+    def run(self: CandidatePass, candidates: CandidateBatch, request: DraftRequest) -> PassResult:
+        ready.append(self._expected is not None and self._expected[0] is candidates.tokens)
+        return original(self, candidates, request)
+
+    monkeypatch.setattr(CandidatePass, "run", run)
+    expected = generate()
+    for cycles in (0, LONG // 100, LONG // 100):  # the first call records
+        ready.clear()
+        assert torch.equal(generate(policy=StopsInside(cycles, 6)), expected)
+    assert sum(ready) > len(ready) / 2, "all but those near the end of the text, which draft all that they may"
 
 
 @pytest.mark.parametrize(("drafted", "who"), [(3, ModelDrafter), (0, PlainStep)])

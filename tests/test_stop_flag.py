@@ -104,6 +104,12 @@ class TestAnswers:
         rows.zero_()
         assert not flag.nobody_drafts()
 
+    def test_on_a_cpu_the_answer_is_there(self) -> None:
+        flag = StopFlag()
+        assert flag.answered
+        flag.ask(torch.ones(2, dtype=torch.bool))
+        assert flag.answered
+
     @pytest.mark.gpu
     def test_answers_of_a_busy_device_are_right(self) -> None:
         device = torch.device("cuda", 0)
@@ -115,6 +121,7 @@ class TestAnswers:
             rows[step % 8] = step % 3 != 0
             flag.ask(rows & work.isfinite().all())
             assert flag.nobody_drafts() == (step % 3 == 0)
+            assert flag.answered
 
 
 class TestCalls:

@@ -6,7 +6,9 @@ models that are already in memory. The packages are optional and imported at the
 - `economize` decodes batches of prompts of any lengths. Its technique `draft_model` loads the draft from a folder, so
   the adapter saves the draft to a temporary one, and the device holds it twice. On CUDA devices it replays CUDA graphs,
   each recorded when a shape (rows in the pass, tokens per row) comes for the third time. Rows that have ended leave its
-  passes, so that some shapes come once in a call; the first call of a kind is therefore made three times over.
+  passes, so that some shapes come once in a call; the first call of a kind is therefore made three times over. A large
+  batch ends row by row, and a graph for each number of rows may fill the device's memory: `economize_eager` runs its
+  passes kernel by kernel.
 - `flashspec` decodes one sequence. As it comes, it copies a draft from the text where the last words occur before, and
   asks the draft model elsewhere. `flashspec_compiled` is its compiled path, whose first call takes minutes on large
   models.
@@ -378,6 +380,7 @@ class PeerBuilder:
 
 PEERS: dict[str, PeerBuilder] = {
     "economize": PeerBuilder(EconomizePeer),
+    "economize_eager": PeerBuilder(EconomizePeer, compiled=False),
     "flashspec": PeerBuilder(FlashSpecPeer),
     "flashspec_compiled": PeerBuilder(FlashSpecPeer, compiled=True),
 }

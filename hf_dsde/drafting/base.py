@@ -151,8 +151,8 @@ class Drafter(ABC):
             sequences: The text. Where logits processors look at it, the tokens are also written behind it.
             request: How much the rows may draft.
             policy: Is asked.
-            expect: Called before the host waits for an answer, with what is proposed if no row drafts on. If so, the
-                proposal has the very tensor of tokens that was given.
+            expect: Called when the host would wait for an answer, with what is proposed if no row drafts on. If so,
+                the proposal has the very tensor of tokens that was given.
         """
 
     def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:  # noqa: B027 - may be nothing

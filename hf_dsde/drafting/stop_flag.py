@@ -26,6 +26,11 @@ class StopFlag:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(drafting.device))
 
+    @property
+    def answered(self) -> bool:
+        """Whether the answer is there, so that the host would wait for nothing."""
+        return self._event is None or self._event.query()
+
     def nobody_drafts(self) -> bool:
         """Say whether no row drafts on behind the step asked about last; False when nothing was asked."""
         answer, self._answer = self._answer, None
