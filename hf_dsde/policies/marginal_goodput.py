@@ -55,7 +55,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         probe_share: Share of the time spent on tokens that are expected to lose, to notice when they no longer do; a
             quarter of it in large batches, where a probe says more. A probe that is accepted gives its time back.
         warmup_tokens: Rounds at the start draft at least 4 tokens, as many of them as it takes for the batch to draft
-            this many times: 24 rounds at batch 1, 3 at batch 8.
+            this many times: 4 rounds at batch 1, one at batch 4 and more.
         optimism: Standard deviations by which a forecast is raised: what is not known well is tried.
     """
 
@@ -70,7 +70,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         row_memory: float = 0.9,
         forgetting: float = 0.9995,
         probe_share: float = 0.006,
-        warmup_tokens: int = 24,
+        warmup_tokens: int = 4,
         optimism: float = 1.0,
     ) -> None:
         self.num_draft_tokens = check_integer("num_draft_tokens", num_draft_tokens, 1)
