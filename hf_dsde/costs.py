@@ -16,12 +16,20 @@ from hf_dsde.argument_checks import check_integer, check_number
 
 OBSERVED_RATE = 0.1
 """Weight of a new timing in the cost of the width it was taken at."""
+FAR_CHEAPER = 0.8
+"""Below this fraction of what was expected, a timing says that a draft step had been taken for far too dear ..."""
+FAR_CHEAPER_RATE = 0.5
+"""... and has this weight: no stall makes a step so fast, and a step that is too dear is hardly ever timed again."""
 RESUMED_RATE = 0.5
 """Weight of a new timing in what it takes to draft again: such rounds are few."""
+MOST_BESIDES = 2.0
+"""Passes of one column per row that drafting again, or what a round takes besides, counts as at most."""
 SHARED_RATE = 0.05
 """Weight of a new timing in the costs of all other widths: as contexts grow, widths that are not used cost more too."""
-OUTLIER_RATIO = 2.0
-"""A timing counts as at most this many times, and at least this fraction of, what was expected: hosts stall."""
+LARGEST_RATIO = 1.25
+"""A timing counts as at most this many times what was expected: hosts stall, now and then for a dozen rounds ..."""
+LEAST_RATIO = 0.5
+"""... and as at least this fraction of it."""
 VERSION_TOLERANCE = 0.02
 """Costs count as changed when one has moved by this fraction."""
 
@@ -260,16 +268,19 @@ class LiveCosts:
             return
         known = self._costs
         draft_step, resumption = known.draft_step, known.resumption
+        if draft_steps:
+            ratio = _bounded_ratio(draft / draft_steps, draft_step)
+            if ratio < 1 or not resumed:
+                rate = FAR_CHEAPER_RATE if ratio < FAR_CHEAPER else OBSERVED_RATE
+                draft_step *= 1 + rate * (ratio - 1)
         if draft_steps and resumed:
-            besides = max(draft - draft_steps * draft_step, 0.0)
+            besides = min(max(draft - draft_steps * draft_step, 0.0), MOST_BESIDES * known.verify.at(1))
             resumption += (RESUMED_RATE if resumption else 1.0) * (besides - resumption)
-        elif draft_steps:
-            draft_step *= 1 + OBSERVED_RATE * (_bounded_ratio(draft / draft_steps, draft_step) - 1)
         expected = known.verify.at(width)
         ratio = _bounded_ratio(verify, expected)
         curve = known.verify.scaled(1 + SHARED_RATE * (ratio - 1))
         curve = curve.with_point(width, expected * (1 + OBSERVED_RATE * (ratio - 1)))
-        overhead = known.overhead + OBSERVED_RATE * (overhead - known.overhead)
+        overhead = known.overhead + OBSERVED_RATE * (min(overhead, MOST_BESIDES * known.verify.at(1)) - known.overhead)
         self._costs = BatchCosts(draft_step, curve, overhead, resumption)
         if self._moved():
             self._announce()
@@ -289,7 +300,7 @@ class LiveCosts:
 
 
 def _bounded_ratio(measured: float, expected: float) -> float:
-    return min(max(measured / expected, 1 / OUTLIER_RATIO), OUTLIER_RATIO)
+    return min(max(measured / expected, LEAST_RATIO), LARGEST_RATIO)
 
 
 def _between(low: BatchCosts, high: BatchCosts, share: float) -> BatchCosts:

@@ -95,11 +95,32 @@ def test_live_costs_follow_timings_and_say_so() -> None:
     assert live.version > 5
 
 
-def test_a_stall_moves_a_cost_no_further_than_a_timing_twice_as_long() -> None:
-    stalled, doubled = (LiveCosts(CostModel.relative(0.1, [1.0, 1.1]), rows=1) for _ in range(2))
-    stalled.observe(draft_steps=1, width=2, draft=30.0, verify=500.0, overhead=0.0)
-    doubled.observe(draft_steps=1, width=2, draft=0.2, verify=2.2, overhead=0.0)
-    assert stalled.current == doubled.current
+def test_a_stall_moves_a_cost_no_further_than_a_timing_a_quarter_longer() -> None:
+    stalled, longer = (LiveCosts(CostModel.relative(0.1, [1.0, 1.1]), rows=1) for _ in range(2))
+    stalled.observe(draft_steps=1, width=2, draft=30.0, verify=500.0, overhead=100.0)
+    longer.observe(draft_steps=1, width=2, draft=0.125, verify=1.1 * 1.25, overhead=2.0)
+    assert stalled.current.draft_step == pytest.approx(longer.current.draft_step)
+    assert stalled.current.verify.at(1) == pytest.approx(longer.current.verify.at(1))
+    assert stalled.current.verify.at(2) == pytest.approx(longer.current.verify.at(2))
+    assert stalled.current.overhead == pytest.approx(longer.current.overhead)
+
+
+def test_a_host_that_stalls_now_and_then_changes_little() -> None:
+    live = LiveCosts(CostModel.relative(0.3, [1.0, 1.02, 1.04]), rows=1)
+    for number in range(200):
+        slower = 20.0 if number % 5 == 0 else 1.0
+        live.observe(draft_steps=2, width=3, draft=0.6 * slower, verify=1.04 * slower, overhead=0.02 * slower)
+    assert live.current.round_seconds(0) == pytest.approx(1.0, rel=0.2)
+    assert live.current.draft_step == pytest.approx(0.3, rel=0.1)
+
+
+def test_probes_show_that_a_draft_step_was_taken_for_too_dear() -> None:
+    """While nothing but probes is drafted, all timings of drafts hold what the draft has to catch up on as well."""
+    live = LiveCosts(CostModel.relative(0.9, [1.0, 1.02]), rows=1)
+    for _ in range(5):
+        live.observe(draft_steps=1, width=2, draft=0.4, verify=1.02, overhead=0.0, resumed=True)
+    assert live.current.draft_step == pytest.approx(0.4, rel=0.2)
+    assert live.current.resumption < 0.05
 
 
 def test_drafting_again_has_a_price_of_its_own() -> None:
@@ -136,8 +157,8 @@ def test_what_was_learnt_carries_over_to_a_smaller_batch() -> None:
     live.observe(draft_steps=1, width=3, draft=0.01, verify=0.01, overhead=0.4)
     assert live.learnt == CostModel({8: whole})
     assert live.rows == 4
-    # One timing, taken for half of what was expected, has moved them by 5 %.
-    assert live.current.draft_step == pytest.approx(0.95 * 0.2, rel=0.01)
+    # One timing, taken for half of what was expected, has moved the draft step by a quarter, and the pass by 5 %.
+    assert live.current.draft_step == pytest.approx(0.75 * 0.2, rel=0.01)
     assert live.current.verify.at(3) == pytest.approx(0.95 * 2 * 1.1, rel=0.02)
 
 

@@ -102,7 +102,7 @@ class _Arithmetic(NamedTuple):
         if self.longest == 0:
             return _State(acceptance, best, budget, probing, tokens, best.expand_as(drafted))
         tokens = torch.where(best == 0, self.first_tokens, tokens)
-        price = times[1] - times[0] + resumption
+        price = self.probe_price(times, resumption)
         # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
         worth = gained / active.sum().clamp_min(1)
         refund = torch.minimum(worth, price) * probing
@@ -111,6 +111,10 @@ class _Arithmetic(NamedTuple):
         probing = (best == 0) & (budget >= price) & (price > 0)
         probed = probing & active & (active.cumsum(0) <= PROBED_ROWS)
         return _State(acceptance, best, budget - price * probing, probing, tokens, lengths=best + probed)
+
+    def probe_price(self, times: Tensor, resumption: Tensor) -> Tensor:
+        """Plain steps that a probe takes, scalar, float32."""
+        return times[min(1, self.longest)] - times[0] + resumption
 
     def _followed(self, acceptance: Tensor, tokens: Tensor, judged: Tensor, gained: Tensor) -> tuple[Tensor, Tensor]:
         """The acceptance probability behind a round, and the judged tokens that it rests on."""
@@ -210,7 +214,8 @@ class GoodputPolicy(StoppingPolicy):
         self._state = _State(
             acceptance=acceptance,
             best=best,
-            budget=torch.zeros((), device=batch.device),
+            # An earlier call measured what makes drafting look too dear: one probe shows whether that still holds.
+            budget=arithmetic.probe_price(*self._prices) * ((best == 0) & (self.probe_share > 0)),
             probing=torch.zeros((), dtype=torch.bool, device=batch.device),
             tokens=arithmetic.first_tokens,
             lengths=best.repeat(batch.rows),

@@ -227,7 +227,7 @@ def test_a_peer_that_tells_nothing_has_no_statistics():
 
 def test_unknown_baselines_are_refused_with_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"'beam', but one of 'generate', 'generate_static', .*'economize', 'flashspec'"
+        ValueError, match=r"'beam', but one of 'generate', 'generate_static', .*'economize', .*'flashspec'"
     ):
         parse_baseline("beam")
     assert set(baselines.BASELINES) == {"generate", "generate_static", "assisted", "prompt_lookup"}

@@ -31,6 +31,8 @@ class ReferenceGoodput:
     def __post_init__(self) -> None:
         self.best = self.length = self.best_length()
         self.lengths = [self.length] * self.rows
+        if self.best == 0 and self.probe_share > 0:
+            self.budget = self.times[1] - self.times[0] + self.resumption
 
     def goodput(self, length: int) -> float:
         tokens = 0.0

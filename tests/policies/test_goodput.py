@@ -192,6 +192,24 @@ def test_changed_costs_change_the_length() -> None:
     assert int(policy.draft_lengths()[0]) < before
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_call_that_begins_with_costs_of_a_busy_machine_drafts_at_once(rows: int) -> None:
+    """Costs are remembered from call to call, and a draft step that took three times as long pays for nothing."""
+    policy, info = GoodputPolicy(), batch(rows, 0.9, CHEAP)
+    policy.start(info)
+    generator, drafted = torch.Generator().manual_seed(0), []
+    assert info.costs is not None
+    for _ in range(60):
+        lengths = policy.draft_lengths()
+        steps = int(lengths.max())
+        drafted.append(steps)
+        hits = torch.rand(rows, 12, generator=generator) < 0.75
+        info.costs.observe(draft_steps=steps, width=steps + 1, draft=0.3 * steps, verify=CHEAP[steps], overhead=0.0)
+        policy.observe(outcome(lengths.tolist(), torch.minimum(hits.long().cumprod(1).sum(1), lengths).tolist()))
+    assert drafted[:2] == [0, 1]
+    assert min(drafted[30:]) > 0
+
+
 def test_needs_costs() -> None:
     with pytest.raises(ValueError, match=r"batch\.costs"):
         GoodputPolicy().start(BatchInfo(2, torch.device("cpu"), 50, 8, 100))
