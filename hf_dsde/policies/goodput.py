@@ -149,8 +149,8 @@ class GoodputPolicy(StoppingPolicy):
         decay: Weight of the past in the average, per round in which somebody drafted, once as much has been judged as
             that takes. Published code: 0.85, from the first round on.
         memory_tokens: Judged tokens that the past counts for in any case, if there have been as many: where a round
-            brings few, as one row's does, it weighs less than `1 - decay`. Published code: 0, which also leaves out that
-            the initial acceptance counts for 8 tokens only.
+            brings few, as one row's does, it weighs less than `1 - decay`. Published code: 0, which also leaves out
+            that the initial acceptance counts for 8 tokens only.
         interval: Rounds between decisions. Published code: 20.
         plain_bonus: Factor on the goodput of length 0; above 1, drafting has to win by a margin. Published code: 1.1.
         probe_share: Share of the time spent on drafts that are expected to lose, to notice when they no longer do.
