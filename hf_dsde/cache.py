@@ -34,8 +34,8 @@ class RaggedLayer(CacheLayerMixin):
         self.plan = plan
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the buffers with the heads, dtype and device of the first states."""
-        rows, heads = key_states.shape[:2]
+        """Allocate the buffers with the heads, dtype and device of the first states, which may be of some rows only."""
+        rows, heads = self.plan.rows or len(key_states), key_states.shape[1]
         slots = self.plan.capacity + 1
         self.keys = key_states.new_zeros(rows, heads, slots, key_states.shape[-1])
         self.values = value_states.new_zeros(rows, heads, slots, value_states.shape[-1])
@@ -111,11 +111,13 @@ class WritePlan:
 
     Attributes:
         capacity: Slots a row can fill. The discard slot lies behind them, at index `capacity`.
+        rows: Rows of the cache; None until the first block tells, if nobody said.
         view: Slots shown to the next block's queries, at most `capacity`.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, rows: int | None = None) -> None:
         self.capacity = capacity
+        self.rows = rows
         self.view = 0
         self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -139,13 +141,14 @@ class RaggedCache(Cache):
     Args:
         layers: Number of decoder layers.
         capacity: Slots per row to begin with; `reserve` raises it.
+        rows: Rows, where the first block that is stored may have fewer; None takes that block's.
 
     Attributes:
         limit: Slots per row that growing ahead of need stops at; None for no limit.
     """
 
-    def __init__(self, layers: int, capacity: int) -> None:
-        self.plan = WritePlan(capacity)
+    def __init__(self, layers: int, capacity: int, rows: int | None = None) -> None:
+        self.plan = WritePlan(capacity, rows)
         self.limit: int | None = None
         self.ragged_layers = [RaggedLayer(self.plan) for _ in range(layers)]
         super().__init__(layers=list(self.ragged_layers))
@@ -198,5 +201,6 @@ class RaggedCache(Cache):
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index` (int64, `[kept]`), in that order."""
+        self.plan.rows = len(index)
         for layer in self.ragged_layers:
             layer.select_rows(index)

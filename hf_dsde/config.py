@@ -43,7 +43,7 @@ class SpeculationConfig:
         width_buckets: Numbers of tokens per row to which a pass is padded, ascending; a wider pass is padded to a
             multiple of the largest. None takes the runner's own.
         view_bucket: Cache views are multiples of this many slots.
-        prefill_chunk: Prompt tokens per row and prefill pass.
+        prefill_chunk: Prompt tokens of all rows together in a pass that stores them.
         cost_probe: Whether one round of a long call runs without drafts, to measure what a plain step costs.
         drop_finished_rows: Whether rows that have ended leave the models' passes, once a quarter of those in them have.
         packed_attention: Whether query heads that share a key-value head are folded into the query length.
@@ -63,7 +63,7 @@ class SpeculationConfig:
     max_graphs: int = 256
     width_buckets: tuple[int, ...] | None = None
     view_bucket: int = 64
-    prefill_chunk: int = 512
+    prefill_chunk: int = 8192
     cost_probe: bool = True
     drop_finished_rows: bool = True
     packed_attention: bool = True

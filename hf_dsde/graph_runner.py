@@ -2,7 +2,7 @@
 
 Launching the kernels of an eager pass takes the host longer than the device needs to run them, whatever the model's
 size; a replayed graph is one launch. Passes are recorded when their shape is first met, per rows, width, part of the
-cache in view and kept columns. Prompts are stored eagerly.
+cache in view and kept columns. Of prompts, only short ones are: with more tokens the device has enough to do.
 
 What is recorded is either the model's own forward pass or, for models whose structure is known, `FusedDecoder`'s, which
 runs the same matrices with fewer kernels between them and looks back by lengths instead of masks.
@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_dsde.cache import RaggedCache
@@ -27,13 +28,14 @@ from hf_dsde.fused.decoder import FusedDecoder
 from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts, Replay
 from hf_dsde.packing import PackedTokens
 from hf_dsde.runner import BlockBuffers, EagerRunner, next_bucket, next_multiple
+from hf_dsde.spans import Span, flat_places, portions, total_count
 from hf_dsde.transfers import upload
 
 PACKED_WIDTHS = (4, 8, 16, 32, 64)
 """Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
-STORED_SIZES = (64, 128, 256, 512)
-"""Tokens of passes that only store them, such as the prompts of rows which begin another text; more are stored in
-several passes."""
+STORED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens of recorded passes that only store them. On an H200, storing 1024 tokens of an 8B model takes 24 ms recorded
+and 30 ms eagerly; with more, arithmetic hides the launches."""
 MIN_REACH = 512
 """Smallest bound of a row's length that a fused pass is recorded for ..."""
 REACH_FACTOR = 4
@@ -41,8 +43,17 @@ REACH_FACTOR = 4
 they are recorded for 4000 slots instead of 500; those of 8 rows up to 2 %, those of one no longer."""
 CAPACITY_STEP = 256
 """Caches hold a multiple of this many slots, so that calls with similar prompts find the same one."""
+FINE_ROWS = 64
+"""Rows above which passes get smaller by a third or a quarter, and not only by half, as rows finish: there, arithmetic
+and reading the cache outweigh reading the weights."""
 KEPT_WORKSPACES = 2
 """Workspaces of a model that are kept between calls: a model may be target and draft at once."""
+
+
+def next_row_count(rows: int) -> int:
+    """Return the rows that a pass has when `rows` are left: a power of two, or from `FINE_ROWS` on also three halves."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power > FINE_ROWS and rows <= power * 3 // 4 else power
 
 
 @dataclass
@@ -234,58 +245,73 @@ class GraphRunner(EagerRunner):
         entry.replay()
         return entry.replay.output[packed.unpacked].float()
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, longest: int) -> None:
-        """As for any runner; eagerly."""
-        recording, self._recording = self._recording, False
-        super().prefill(tokens, lengths, longest)
-        self._recording = recording
+    def _store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+        """As for any runner; by flat passes when the fused decoder runs."""
+        taken = 0
+        for part in portions(spans, self._config.prefill_chunk):
+            count = total_count(part)
+            if not self.packs:
+                super()._store(part, tokens[taken : taken + count])
+            else:
+                self._store_flat(part, tokens[taken : taken + count])
+            taken += count
 
-    def replace_rows(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
-        """As for any runner; recorded when the fused decoder runs, the texts behind each other in few sizes of pass."""
-        if not (self.packs and self.cache.is_allocated):
-            super().replace_rows(rows, texts)
+    def _store_flat(self, spans: Sequence[Span], tokens: Tensor) -> None:
+        """Store what fits into one pass; a recorded one if launches would take longer than the device."""
+        longest = max(span.end for span in spans)
+        if len(tokens) <= STORED_SIZES[-1]:
+            if not self.cache.is_allocated:
+                self._allocate()
+            entry = self._entry(("store", next_bucket(len(tokens), STORED_SIZES)), longest)
+            if entry is None:
+                super()._store(spans, tokens)
+                return
+            assert entry.block is not None
+            for name, values in self._flat_block(spans, tokens, entry.block.max_count).items():
+                getattr(entry.block, name).copy_(values)
+            entry.replay()
             return
-        places = [(row, position) for row, text in zip(rows, texts, strict=True) for position in range(len(text))]
-        if not self.store(places, upload([token for text in texts for token in text], self.device)):
-            super().replace_rows(rows, texts)  # from the start: storing again what is stored changes nothing
+        self._make_room(longest)
+        assert self._fused is not None
+        widest = max(span.count for span in spans)
+        block = TokenBlock(**self._flat_block(spans, tokens, len(tokens)), max_count=widest)
+        self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
 
-    def store(self, places: Sequence[tuple[int, int]], tokens: Tensor) -> bool:
-        """As for any runner; when the fused decoder runs."""
-        if not (self.packs and self.cache.is_allocated):
-            return False
-        parts = [slice(start, start + STORED_SIZES[-1]) for start in range(0, len(places), STORED_SIZES[-1])]
-        return all(self._store(places[part], tokens[part]) for part in parts)
+    def _allocate(self) -> None:
+        """Give the cache its buffers, by a pass over no token: only the model knows what it stores."""
+        assert self._fused is not None
+        block = self._fused_block(1, 1, BlockBuffers(1, 1, self.device))
+        self._fused.store(block, self.cache, MIN_REACH)
 
-    def _store(self, places: Sequence[tuple[int, int]], tokens: Tensor) -> bool:
-        """Store what fits into one pass; return whether that was recorded."""
-        size = next_bucket(len(places), STORED_SIZES)
-        entry = self._entry(("store", size), max(position for _, position in places) + 1)
-        if entry is None:
-            return False
-        assert entry.block is not None
-        padded = [*places, *[(places[0][0], -1)] * (size - len(places))]
-        block = upload([value for column in zip(*padded, strict=True) for value in column], self.device)
-        for name, values in zip(("rows", "positions"), block.view(2, size), strict=True):
-            getattr(entry.block, name).copy_(values)
-        entry.block.tokens[: len(places)].copy_(tokens)
+    def _flat_block(self, spans: Sequence[Span], tokens: Tensor, size: int) -> dict[str, Tensor]:
+        """Return the tensors of a `TokenBlock` of `size` tokens, those of the spans first."""
+        rows, positions = flat_places(spans)
+        padding = size - len(tokens)
+        places = torch.stack([pad(rows, (0, padding), value=spans[0].row), pad(positions, (0, padding), value=-1)])
         starts, counts = [0] * self.rows, [0] * self.rows
-        for place, (row, _) in reversed(list(enumerate(places))):
-            starts[row] = place
-            counts[row] += 1
-        entry.block.starts.copy_(upload(starts, self.device))
-        entry.block.counts.copy_(upload(counts, self.device))
-        entry.replay()
-        return True
+        first = 0
+        for span in spans:
+            starts[span.row], counts[span.row] = first, span.count
+            first += span.count
+        rows, positions = upload(places, self.device)
+        begins = upload(torch.tensor([starts, counts], dtype=torch.int32), self.device)
+        return {
+            "tokens": pad(tokens, (0, padding)),
+            "rows": rows,
+            "positions": positions,
+            "starts": begins[0],
+            "counts": begins[1],
+        }
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """As for any runner, when the fused decoder runs: rows stay where they are in the cache.
 
-        The number of rows in a pass is halved at most, so that few shapes are recorded; places that are left over keep
-        rows that have finished. A recorded forward pass of the model's own keeps all rows.
+        A pass has one of few numbers of rows, so that few shapes are recorded; places that are left over keep rows that
+        have finished. A recorded forward pass of the model's own keeps all rows.
         """
         if self._fused is None or not self._recording:
             return
-        places = 1 << (len(rows) - 1).bit_length()
+        places = next_row_count(len(rows))
         if places >= len(self.live_rows):
             return
         finished = [row for row in self.live_rows if row not in rows]
@@ -295,31 +321,39 @@ class GraphRunner(EagerRunner):
 
     def _entry(self, shape: tuple[Any, ...], longest: int) -> _RecordedPass | None:
         """Return the recorded pass of a shape, None when it cannot be recorded."""
+        self._make_room(longest)
         reach = self._reach(longest)
-        if self._reserve(reach):
-            self._workspace.passes.clear()
         try:
             return self._workspace.passes.get((*shape, reach), lambda: self._record(shape, reach))
         except Exception as failure:  # noqa: BLE001 - whatever a model's code or the device has against recording
             self._give_up(failure)
             return None
 
+    def _make_room(self, longest: int) -> None:
+        """Let the cache hold rows of a length; what was recorded over smaller buffers goes."""
+        slots = next_multiple(longest, CAPACITY_STEP)
+        if self.cache.limit is not None:
+            slots = max(longest, min(slots, self.cache.limit))
+        if longest > self.cache.capacity and self._reserve(slots):
+            self._workspace.passes.clear()
+
     def _reach(self, longest: int) -> int:
-        """Round a bound on the rows' lengths up: masks have its width, fused passes only size their launches by it."""
+        """Round a bound on the rows' lengths up, which is no reason for the cache to grow.
+
+        Masks have its width; fused passes only size their launches by it.
+        """
         if self._fused is None:
-            return next_multiple(longest, self._config.view_bucket)
+            return min(next_multiple(longest, self._config.view_bucket), self.cache.capacity)
         reach = MIN_REACH
         while reach < longest:
             reach *= REACH_FACTOR
-        # A bound is no reason to grow the cache, only a length is.
-        return min(reach, self.cache.capacity) if longest <= self.cache.capacity else reach
+        return min(reach, self.cache.capacity)
 
     def _record(self, shape: tuple[Any, ...], reach: int) -> _RecordedPass:
         if shape[0] == "packed":
             return self._record_packed(shape[1], shape[2], reach)
         if shape[0] == "store":
-            first = torch.zeros(1, dtype=torch.long, device=self.device)
-            return self._record_packed(shape[1], shape[1], reach, keep=first)
+            return self._record_store(shape[1], reach)
         _, rows, width, kept = shape
         buffers = BlockBuffers(rows, width, self.device)
         if self._fused is None:
@@ -335,11 +369,21 @@ class GraphRunner(EagerRunner):
         replay = self._workspace.capture(lambda: forward().view(rows, kept, -1))
         return _RecordedPass(replay, buffers, block, keep, self._choices)
 
-    def _record_packed(self, size: int, widest: int, reach: int, keep: Tensor | None = None) -> _RecordedPass:
+    def _record_packed(self, size: int, widest: int, reach: int) -> _RecordedPass:
         buffers = BlockBuffers(1, size, self.device)
         block = self._fused_block(size, widest, buffers)
-        replay = self._workspace.capture(self._fused_forward(block, reach, keep))
-        return _RecordedPass(replay, buffers, block, keep)
+        return _RecordedPass(self._workspace.capture(self._fused_forward(block, reach, None)), buffers, block)
+
+    def _record_store(self, size: int, reach: int) -> _RecordedPass:
+        fused, cache, buffers = self._fused, self.cache, BlockBuffers(1, size, self.device)
+        assert fused is not None
+        block = self._fused_block(size, size, buffers)
+
+        def body() -> Tensor:
+            fused.store(block, cache, reach)
+            return block.tokens  # a recording has to have a result
+
+        return _RecordedPass(self._workspace.capture(body), buffers, block)
 
     def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> TokenBlock:
         return TokenBlock(

@@ -34,6 +34,7 @@ from hf_dsde.round_outcome import FinishedRound, outcome_of
 from hf_dsde.runner import ModelRunner
 from hf_dsde.sampling import ScoreProcessor
 from hf_dsde.sequences import SequenceBatch
+from hf_dsde.spans import Span
 from hf_dsde.stopping import Stopping
 from hf_dsde.timing import PhaseClock, TimedPolicy
 from hf_dsde.token_feed import TokenFeed
@@ -152,6 +153,7 @@ class SpeculativeLoop:
         self._prefill()
         self._start_policy()
         request = self._first_request()
+        self._prefill_draft(request, wait=True)
         self._recorded_passes()  # those of measuring costs disturb no round
         return request
 
@@ -165,6 +167,7 @@ class SpeculativeLoop:
 
     def _round(self, request: DraftRequest) -> DraftRequest:
         """Draft, verify, commit, observe; return what the next round shall draft."""
+        self._prefill_draft(request, wait=False)
         self._clock.start(seamless=self._overlaps)
         candidates = self._draft(request)
         self._clock.mark(again=self._plain.begun)
@@ -364,17 +367,28 @@ class SpeculativeLoop:
         return self._request(lengths, lengths.tolist())
 
     def _prefill(self) -> None:
-        """Store all prompts, but for their last tokens, in both caches; measure costs if the policy needs them."""
+        """Store all prompts, but for their last tokens, in the target's cache; measure costs if the policy needs them."""
         sequences = self._sequences
         started = time.perf_counter()
-        lengths = upload(sequences.prompt_lengths, sequences.device) - 1
-        self._target.prefill(sequences.prompts(), lengths, max(sequences.prompt_lengths) - 1)
-        self._drafter.prefill(sequences)
+        spans = [Span(row, 0, length - 1) for row, length in enumerate(sequences.prompt_lengths)]
+        self._target.store(spans, sequences.tokens_at(spans))
         self._pass.measure(max(sequences.prompt_lengths))
         if Signal.COSTS in self._policy.requires:
             self._costs = live_costs(self._target, self._drafter, self._config, max(sequences.prompt_lengths))
-        if sequences.device.type == "cuda":
-            torch.cuda.synchronize(sequences.device)
+        self._record_prefill(started, wait=True)
+
+    def _prefill_draft(self, request: DraftRequest, *, wait: bool) -> None:
+        """Let the drafter read the texts of rows that draft for the first time. Without drafts it never reads any."""
+        started = time.perf_counter()
+        rows = [row for row, length in enumerate(request.length_counts) if length]
+        if rows and self._drafter.prefill(self._sequences, rows):
+            self._clock.restart()  # it is no part of the round
+            self._record_prefill(started, wait=wait)
+
+    def _record_prefill(self, started: float, *, wait: bool) -> None:
+        """Count the time since `started`; that of the device too if somebody may wait for it."""
+        if wait and self._sequences.device.type == "cuda":
+            torch.cuda.synchronize(self._sequences.device)
         self._statistics.record_prefill(time.perf_counter() - started)
 
     def _start_policy(self) -> None:

@@ -25,10 +25,16 @@ from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.memory import check_cache_fits
+from hf_dsde.spans import Span, similar_counts
 from hf_dsde.transfers import upload
 
 WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 """Block widths that are executed. Fine where drafts are short: a padded column costs what a token costs."""
+PADDED_COLUMNS = 512
+"""Columns of a padded pass that stores prompts: its masks have a place for every pair of a column and a slot."""
+SPLIT_SAVING = 256
+"""Columns of padding that a further pass has to save when prompts of different lengths are stored: about what launching
+it costs."""
 TIMED_PASSES = 3
 """Timed passes of each shape, after one that warms up; the median counts."""
 
@@ -132,7 +138,7 @@ class ModelRunner(ABC):
         self.device = model.device
         self.packed = config.packed_attention and attention.reproduces_attention(model)
         text_config = model.config.get_text_config(decoder=True)
-        self.cache = RaggedCache(text_config.num_hidden_layers, capacity)
+        self.cache = RaggedCache(text_config.num_hidden_layers, capacity, rows)
         heads = text_config.num_attention_heads
         # Masks are packed for this many heads; a layer that shares otherwise packs for itself.
         self._shared_heads = heads // (getattr(text_config, "num_key_value_heads", None) or heads)
@@ -203,25 +209,19 @@ class ModelRunner(ABC):
         width = tokens.shape[1]
         buffers = self._buffers_for(self.padded_width(width))
         tokens, positions = self._of_live_rows(tokens), self._of_live_rows(positions)
-        logits = self._run_on(buffers, tokens, positions, longest, keep or width)
+        self._fill(buffers, tokens, positions, longest)
+        logits = self._execute(buffers, keep or width)[:, -(keep or width) :]
         return self._of_everyone(logits.float(), self._live_index)
 
-    def _run_on(
-        self,
-        buffers: BlockBuffers,
-        tokens: Tensor,
-        positions: Tensor,
-        longest: int,
-        keep: int,
-        places: Tensor | None = None,
-    ) -> Tensor:
-        """Run a block eagerly in the cache rows `places`, or in all; return logits in the model's dtype."""
+    def _fill(
+        self, buffers: BlockBuffers, tokens: Tensor, positions: Tensor, longest: int, places: Tensor | None = None
+    ) -> None:
+        """Get a block ready for an eager pass in the cache rows `places`, or in all."""
         view = next_multiple(longest, self._config.view_bucket)
         self._reserve(view)
         buffers.fill(tokens, positions)
         self._fill_masks(buffers, view)
         self.cache.aim(buffers.positions, view, places)
-        return self._execute(buffers, keep)[:, -keep:]
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
         """Run the tokens of a padded block without the padding between the rows.
@@ -241,57 +241,44 @@ class ModelRunner(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} runs rows, not packed tokens.")
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, longest: int) -> None:
-        """Store a prompt, in chunks of `prefill_chunk` tokens.
+    def store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+        """Store tokens whose logits nobody wants, such as prompts: `prefill_chunk` at a time, of all rows together.
 
         Args:
-            tokens: Prompts without padding in front, `[rows, longest]`, int64.
-            lengths: Tokens of each row to store, `[rows]`, int64; 0 is a length.
-            longest: The largest of `lengths`, known to the host.
+            spans: Where the tokens belong. Rows of the batch that are still in, each at most once; what a span has in
+                front of it is stored already.
+            tokens: Tokens of all spans, one span after another, `[sum of counts]`, int64.
 
         Raises:
             torch.OutOfMemoryError: If the device has no room for the cache; nothing has been done then.
         """
+        spans = [span for span in spans if span.count]
+        if not spans:
+            return
         if not self.cache.is_allocated:
             check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
-        for start in range(0, longest, self._config.prefill_chunk):
-            end = min(start + self._config.prefill_chunk, longest)
-            positions = torch.arange(start, end, device=tokens.device).expand(self.rows, -1)
-            positions = positions.masked_fill(positions >= lengths[:, None], -1)
-            self.forward(tokens[:, start:end], positions, longest=end, keep=1)
-        self._buffers.clear()  # a prompt's are large, and their shapes will not come again
+        self._store(spans, tokens.to(self.device))
 
-    def replace_rows(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
-        """Store other texts in the cache rows of sequences that have ended. What was there is overwritten or unseen.
-
-        Args:
-            rows: Rows of the batch, of those that are still in.
-            texts: Tokens to store of each, from position 0 on; none is a number.
-        """
-        longest = max(map(len, texts))
-        if longest == 0:
-            return
-        places = upload([self.live_rows.index(row) for row in rows], self.device)
-        tokens = upload([t for text in texts for t in [*text, *[0] * (longest - len(text))]], self.device)
-        lengths = upload([len(text) for text in texts], self.device)
-        for start in range(0, longest, self._config.prefill_chunk):
-            end = min(start + self._config.prefill_chunk, longest)
-            positions = torch.arange(start, end, device=self.device).expand(len(rows), -1)
-            positions = positions.masked_fill(positions >= lengths[:, None], -1)
-            buffers = BlockBuffers(len(rows), self.padded_width(end - start), self.device)
-            self._run_on(buffers, tokens.view(len(rows), -1)[:, start:end], positions, end, 1, places)
-
-    def store(self, places: Sequence[tuple[int, int]], tokens: Tensor) -> bool:  # noqa: ARG002 - none by default
-        """Store tokens behind each other, whatever row they belong to, if that is a recorded pass; want no logits.
-
-        Args:
-            places: Row and position of each token; a row's tokens stand together, ascending.
-            tokens: `[len(places)]`, int64.
-
-        Returns:
-            Whether it was done; if not, some may have been stored.
-        """
-        return False
+    def _store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+        """Store tokens by passes over rows of about the same length, padded to the longest."""
+        counts = torch.tensor([span.count for span in spans])
+        offsets = counts.cumsum(0) - counts
+        for group in similar_counts(counts.tolist(), SPLIT_SAVING):
+            places = [self.live_rows.index(spans[index].row) for index in group]
+            # All rows in their order are the cache as it is; others have to be copied out of it in every layer.
+            chosen = None if places == list(range(len(self.live_rows))) else upload(places, self.device)
+            widest = max(spans[index].count for index in group)
+            step = max(1, min(PADDED_COLUMNS, self._config.prefill_chunk // len(group)))
+            for first in range(0, widest, step):
+                column = torch.arange(first, min(first + step, widest))
+                real = column < counts[group, None]
+                starts = torch.tensor([spans[index].start for index in group])[:, None]
+                positions = (starts + column).masked_fill(~real, -1)
+                index = (offsets[group, None] + column).masked_fill(~real, 0)
+                block, slots = upload(torch.stack([index, positions]), self.device)
+                buffers = BlockBuffers(len(group), self.padded_width(len(column)), self.device)
+                self._fill(buffers, tokens[block], slots, int(positions.max()) + 1, chosen)
+                self._execute(buffers, 0)
 
     def finish(self) -> None:  # noqa: B027 - only some runners keep something
         """Give back what later calls can use: this one is done."""
@@ -353,6 +340,7 @@ class ModelRunner(ABC):
     def _execute(self, buffers: BlockBuffers, keep: int, forward: Callable[..., Any] | None = None) -> Tensor:
         """Run the model on the buffers; return the logits of at least the last `keep` columns, in its own dtype.
 
+        With `keep` 0 no head is run, where the model can do without.
         `forward` stands in for the model, such as its compiled forward pass.
         """
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_dsde.spans import Span, flat_places
 from hf_dsde.transfers import upload
 
 
@@ -127,11 +128,9 @@ class SequenceBatch:
         columns = (self.padding[:, None] + positions).clamp_min(0)
         return self.tokens.gather(1, columns), positions
 
-    def tokens_at(self, places: Sequence[tuple[int, int]]) -> Tensor:
-        """Return the tokens at some places, each a row and a position, `[len(places)]`, int64."""
-        rows, positions = upload([value for column in zip(*places, strict=True) for value in column], self.device).view(
-            2, -1
-        )
+    def tokens_at(self, spans: Sequence[Span]) -> Tensor:
+        """Return the tokens of some spans, one span after another, `[total_count(spans)]`, int64."""
+        rows, positions = upload(torch.stack(flat_places(spans)), self.device)
         return self.tokens[rows, self.padding[rows] + positions]
 
     def write_behind(self, tokens: Tensor, offset: int = 0) -> None:

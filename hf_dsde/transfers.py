@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[float] | Sequence[bool], device: torch.device) -> Tensor:
-    """Return `values` as a tensor on `device`, `[len(values)]`: int64, float32 or bool, as the values are.
+def upload(values: Sequence[float] | Sequence[bool] | Tensor, device: torch.device) -> Tensor:
+    """Return `values` as a tensor on `device`: int64, float32 or bool, as the values are, or like the CPU tensor given.
 
     To a CUDA device it goes through pinned memory, in the stream: a copy out of ordinary memory would wait until the
     device has done everything that was asked of it before.
     """
-    tensor = torch.tensor(values)
+    tensor = torch.as_tensor(values)
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored import store_texts
 from tiny_models import VOCABULARY, noisy_copy, ragged_batch, random_lengths, tiny_model
 from transformers import PreTrainedModel
 
@@ -241,7 +242,7 @@ def compare_runners(model: PreTrainedModel, rounds: int, **settings: Any) -> Gra
     with ExitStack() as held:
         for runner in (eager, recorded):
             held.enter_context(runner.active())
-            runner.prefill(prompts, lengths, longest)
+            store_texts(runner, prompts, lengths)
         for number in range(rounds):
             width = int(draw(1, 8, 1))
             counts = torch.where(active, draw(1, width + 1, rows), 0)

@@ -161,6 +161,20 @@ def test_a_bound_on_lengths_does_not_make_the_cache_grow() -> None:
     assert workspace.cache.capacity == CAPACITY_STEP < MIN_REACH
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("limit", [None, 600, 520])
+def test_a_cache_grows_by_the_longest_row_and_not_by_the_bound_it_is_recorded_for(
+    limit: int | None,
+    fused: bool,
+) -> None:
+    runner = create_runner(tiny_model(), 1, MIN_REACH, SpeculationConfig(runner="graph", fused_layers=fused))
+    runner.cache.limit = limit
+    with runner.active(), torch.no_grad():
+        for longest in (1, MIN_REACH + 1):
+            runner.forward(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), longest - 1), longest)
+    assert runner.cache.capacity == (MIN_REACH * 3 // 2 if limit is None else limit)
+
+
 def test_bounds_of_lengths_are_few() -> None:
     target = tiny_model()
     runner = create_runner(target, 1, 20_000, SpeculationConfig(runner="graph"))

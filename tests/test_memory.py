@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stored import store_texts
 from tiny_models import ragged_batch, random_lengths, tiny_model
 from tiny_pair import tiny_pair
 
@@ -19,7 +20,7 @@ def test_predicted_bytes_are_those_of_the_cache_that_is_made(family: str) -> Non
     runner = EagerRunner(model, 3, 32, SpeculationConfig())
     tokens = torch.zeros(3, 5, dtype=torch.long)
     with runner.active(), torch.no_grad():
-        runner.prefill(tokens, torch.tensor([5, 2, 4]), 5)
+        store_texts(runner, tokens, [5, 2, 4])
     held = sum(
         states.untyped_storage().nbytes()
         for layer in runner.cache.ragged_layers

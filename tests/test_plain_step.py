@@ -15,10 +15,11 @@ import hf_dsde
 from hf_dsde import loop
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import LiveCosts
-from hf_dsde.graph_runner import GraphRunner
 from hf_dsde.overlap import SideStream
 from hf_dsde.plain_step import PlainStep
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StaticPolicy, StoppingPolicy
+from hf_dsde.runner import ModelRunner
+from hf_dsde.spans import Span
 from hf_dsde.statistics import RoundCounts
 
 pytestmark = [
@@ -185,29 +186,46 @@ def test_a_draft_that_has_missed_much_knows_all_of_it_when_it_drafts(
     statistics = output.speculation_statistics
     assert statistics.drafted_by_position[0] > 40
     assert statistics.accepted_by_position == statistics.drafted_by_position
-    assert bool(stored) == (runner == "graph" and tokens == 0), "five rows are fed 32 tokens each at once"
+    gaps = [span for spans in stored for span in spans if span.start > 0]
+    assert bool(gaps) == (tokens == 0), "five rows are fed 32 tokens each at once"
 
 
-def stores(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """Places of each call that stores tokens and asks for no logits."""
-    stored: list[list[tuple[int, int]]] = []
-    original = GraphRunner.store
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[list[Span]]:
+    """What each call stores without asking for logits."""
+    stored: list[list[Span]] = []
+    original = ModelRunner.store
 
-    def store(self: GraphRunner, places: list[tuple[int, int]], tokens: torch.Tensor) -> bool:
-        stored.append(places)
-        return original(self, places, tokens)
+    def store(self: ModelRunner, spans: list[Span], tokens: torch.Tensor) -> None:
+        stored.append(list(spans))
+        original(self, spans, tokens)
 
-    monkeypatch.setattr(GraphRunner, "store", store)
+    monkeypatch.setattr(ModelRunner, "store", store)
     return stored
 
 
-def test_only_rows_that_draft_take_in_what_they_have_missed(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_reads_nothing_while_nobody_drafts(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = stores(monkeypatch)
+    generate(tiny_model(), StaticPolicy(0), new_tokens=16, eos_token_id=None)
+    assert stored == [[Span(row, 0, length - 1) for row, length in enumerate(random_lengths(ROWS))]]
+
+
+def test_only_rows_that_draft_are_read_by_the_draft(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     stored = stores(monkeypatch)
     script = [*[[0] * ROWS] * 12, [0, 1, 0, 2, 0], [0] * ROWS]
     generate(tiny_model(), HeardScript(script), new_tokens=16, eos_token_id=None)
     ends = [length + 13 for length in random_lengths(ROWS)]  # twelve plain steps, and one while the wish waits
-    [places] = stored
-    assert places == [(row, position) for row in (1, 3) for position in range(ends[row] - 14, ends[row] - 1)]
+    _, texts = stored
+    assert texts == [Span(row, 0, ends[row] - 1) for row in (1, 3)]
+
+
+def test_only_rows_that_draft_take_in_what_they_have_missed(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_dsde.drafting.model.WIDE_PASS_TOKENS", 0)
+    stored = stores(monkeypatch)
+    script = [[1] * ROWS, *[[0] * ROWS] * 12, [0, 1, 0, 2, 0], [0] * ROWS]
+    generate(tiny_model(), HeardScript(script), new_tokens=20, eos_token_id=None)
+    _, _, missed = stored
+    assert [span.row for span in missed] == [1, 3]
+    assert all(span.start >= length for span, length in zip(missed, random_lengths(ROWS)[1:4:2], strict=True))
 
 
 def test_catching_up_is_no_price_of_a_draft_step(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

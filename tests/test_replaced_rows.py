@@ -12,6 +12,7 @@ from tiny_models import PAD, VOCABULARY, ragged_batch, tiny_model
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.runners import create_runner
 from hf_dsde.sequences import SequenceBatch
+from hf_dsde.spans import Span
 
 LENGTHS = [5, 2, 9]
 
@@ -65,9 +66,11 @@ def test_the_next_pass_sees_the_new_text(recording: list[NotingCapture], family:
     first, second = batch(LENGTHS), ragged_batch([13, 1], seed=4)["input_ids"]
     others = [second[0].tolist(), second[1, -1:].tolist()]
     with runner.active(), torch.no_grad():
-        runner.prefill(first.prompts(), torch.tensor(LENGTHS) - 1, max(LENGTHS) - 1)
+        prompts = [Span(row, 0, length - 1) for row, length in enumerate(LENGTHS)]
+        runner.store(prompts, first.tokens_at(prompts))
         runner.forward(*first.tail(1), longest=9)
-        runner.replace_rows([2, 0], [prompt[:-1] for prompt in others])
+        replaced = [Span(row, 0, len(prompt) - 1) for row, prompt in zip([2, 0], others, strict=True)]
+        runner.store(replaced, torch.tensor([token for prompt in others for token in prompt[:-1]]))
         last = torch.tensor([others[1][-1:], first.tail(1)[0][1].tolist(), others[0][-1:]])
         positions = torch.tensor([[0], [LENGTHS[1] - 1], [12]])
         logits = runner.forward(last, positions, longest=13)[:, -1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored import store_texts
 from tiny_models import FAMILIES, VOCABULARY, ragged_batch, tiny_model
 from transformers import PreTrainedModel
 
@@ -41,9 +42,8 @@ def expected_logits(model: PreTrainedModel, row: int) -> torch.Tensor:
 def last_logits(runner: EagerRunner, width: int = 1) -> torch.Tensor:
     """Store all texts but for their last `width` tokens, then run those; `[rows, width, vocabulary]`."""
     batch = texts()
-    lengths = torch.tensor([max(length - width, 0) for length in LENGTHS])
     with runner.active(), torch.no_grad():
-        runner.prefill(batch.prompts(), lengths, int(lengths.max()))
+        store_texts(runner, batch.prompts(), [max(length - width, 0) for length in LENGTHS])
         return runner.forward(*batch.tail(width), longest=max(LENGTHS))
 
 
@@ -111,8 +111,7 @@ def test_tokens_of_junk_columns_do_not_matter() -> None:
             junk = torch.full((3, 6), poison)
             runner.forward(junk, torch.arange(10, 16).expand(3, -1), longest=16)
             runner.forward(junk, torch.full((3, 6), -1), longest=1)
-            lengths = (batch.lengths - 5).clamp_min(0)
-            runner.prefill(batch.prompts(), lengths, 4)
+            store_texts(runner, batch.prompts(), [max(length - 5, 0) for length in LENGTHS])
             logits = runner.forward(tokens.where(real, poison), positions, longest=9)
         assert logits.isfinite().all()
         outputs.append(logits[real])
@@ -129,7 +128,7 @@ def test_junk_behind_a_draft_does_not_matter() -> None:
         tokens = torch.cat([last, torch.full((3, 4), poison)], dim=1)
         positions = (position + torch.arange(5)).masked_fill(torch.arange(5) > 0, -1)
         with runner.active(), torch.no_grad():
-            runner.prefill(batch.prompts(), batch.lengths - 1, 8)
+            store_texts(runner, batch.prompts(), [length - 1 for length in LENGTHS])
             logits = runner.forward(tokens, positions, longest=13)
         check_logits(model, logits[:, :1])
 
@@ -139,7 +138,7 @@ def test_rejected_tokens_leave_nothing_behind() -> None:
     runner = runner_of(model)
     batch = texts()
     with runner.active(), torch.no_grad():
-        runner.prefill(batch.prompts(), batch.lengths - 1, 8)
+        store_texts(runner, batch.prompts(), [length - 1 for length in LENGTHS])
         draft = batch.lengths[:, None] + torch.arange(4)
         runner.forward(torch.full((3, 4), 7), draft, longest=13)
         logits = runner.forward(*batch.tail(1), longest=9)
@@ -191,7 +190,7 @@ def test_rows_that_stay_are_unaffected_by_rows_that_leave() -> None:
     batch = texts()
     tokens, positions = batch.tail(1)
     with runner.active(), torch.no_grad():
-        runner.prefill(batch.prompts(), batch.lengths - 1, 8)
+        store_texts(runner, batch.prompts(), [length - 1 for length in LENGTHS])
         everyone = runner.forward(tokens, positions, longest=9)
         runner.keep_rows([0, 2])
         first = runner.forward(tokens, positions, longest=9)

@@ -19,6 +19,7 @@ from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.batch.row_stopping import RowStopping
 from hf_dsde.drafting.base import DraftRequest
 from hf_dsde.loop import SpeculativeLoop
+from hf_dsde.spans import Span
 from hf_dsde.transfers import upload
 
 
@@ -148,8 +149,9 @@ class RefillLoop(SpeculativeLoop):
                 self._process.begin(row, self._setup.processors(request))
         self._plain.forget()
         self._sequences.replace_rows(rows, prompts, [request.max_new_tokens for request in requests])
-        self._target.replace_rows(rows, [prompt[:-1] for prompt in prompts])
-        self._drafter.replace_rows(rows, prompts)
+        spans = [Span(row, 0, len(prompt) - 1) for row, prompt in zip(rows, prompts, strict=True)]
+        self._target.store(spans, self._sequences.tokens_at(spans))
+        self._drafter.begin_texts(rows)
         places = [-1 if row in rows else row for row in range(self._sequences.rows)]
         self._policy.select_rows(upload(places, self._sequences.device))
         self._clock.restart()

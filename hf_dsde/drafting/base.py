@@ -123,12 +123,12 @@ class Drafter(ABC):
         """Hold whatever settings `propose` needs for the duration of a `with` block."""
 
     @abstractmethod
-    def prefill(self, sequences: SequenceBatch) -> None:
-        """Take in the prompts."""
+    def prefill(self, sequences: SequenceBatch, rows: Sequence[int]) -> bool:
+        """Read the texts of rows that are about to draft for the first time in their text; return whether any were."""
 
     @abstractmethod
-    def replace_rows(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Take in the prompts of rows that begin another text."""
+    def begin_texts(self, rows: Sequence[int]) -> None:
+        """Learn that these rows have other texts from now on."""
 
     def finish(self) -> None:  # noqa: B027 - may be nothing
         """Give back what later calls can use: this one is done."""

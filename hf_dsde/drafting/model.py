@@ -27,6 +27,7 @@ from hf_dsde.runner import pass_seconds
 from hf_dsde.runners import create_runner
 from hf_dsde.sampling import ScoreProcessor, choose
 from hf_dsde.sequences import SequenceBatch
+from hf_dsde.spans import Span
 from hf_dsde.transfers import upload
 
 UNKNOWN_TOKEN_LOGIT = -1e4
@@ -37,8 +38,8 @@ RECORDED_WIDTHS = (1, 2, 8, 32, 64)
 number, which shall not be another pass to record."""
 LONG_GAP = 8
 """Tokens that a row may miss and still be caught up in the first pass of a proposal, whether it drafts or not. Whoever
-misses more is caught up when it drafts, by passes of its own where there are recorded ones: a probe in a few rows then
-does not cost what all rows have missed."""
+misses more is caught up when it drafts, by passes of its own: a probe in a few rows then does not cost what all rows
+have missed."""
 WIDE_PASS_TOKENS = 128
 """In a batch of few rows, the first pass of a proposal takes in all that is missed if it has no more tokens than this,
 padding included: such a pass takes little longer than one of a token per row, where two passes take twice as long."""
@@ -129,22 +130,15 @@ class ModelDrafter(Drafter):
         """Hold the draft's attention setting."""
         return self._runner.active()
 
-    def prefill(self, sequences: SequenceBatch) -> None:
-        """Store every prompt but for its last token, which the first draft step feeds."""
-        limit = self._context if self._context is not None else max(sequences.prompt_lengths)
-        self._cached = [min(length - 1, limit) for length in sequences.prompt_lengths]
-        prompts = sequences.prompts().to(self._device)
-        self._runner.prefill(self._known(prompts), upload(self._cached, self._device), max(self._cached))
+    def prefill(self, sequences: SequenceBatch, rows: Sequence[int]) -> bool:
+        """Store what rows hold that have drafted nothing yet, but for their last tokens."""
+        return self._store_missing(sequences, [row for row in rows if not self._cached[row]])
 
-    def replace_rows(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Store other prompts, but for their last tokens, and forget the pass that was begun for the old ones."""
+    def begin_texts(self, rows: Sequence[int]) -> None:
+        """Forget what the cache holds of these rows, and the pass that was begun for their old texts."""
         self._prepared = None
-        known = []
-        for row, prompt in zip(rows, prompts, strict=True):
-            stored = len(prompt) - 1
-            self._cached[row] = stored if self._context is None else min(stored, self._context)
-            known.append([min(token, self._last_id) for token in prompt[: self._cached[row]]])
-        self._runner.replace_rows(rows, known)
+        for row in rows:
+            self._cached[row] = 0
 
     def finish(self) -> None:
         """Let later calls have the cache."""
@@ -243,7 +237,7 @@ class ModelDrafter(Drafter):
         if prepared is not None and max(missing[row] for row in rows) <= 2:
             return prepared
         if not self._is_one_pass(max(missing[row] for row in rows)):
-            self._store_gaps(sequences, [row for row in rows if missing[row] > LONG_GAP])
+            self._store_missing(sequences, [row for row in rows if missing[row] > LONG_GAP])
         width = max(lengths[row] - self._cached[row] for row in rows)
         tokens, positions = sequences.tail(width)
         if not all(fits):
@@ -255,13 +249,20 @@ class ModelDrafter(Drafter):
         tokens = len(self._runner.live_rows) * self._runner.padded_width(width)
         return width <= RECORDED_WIDTHS[-1] and tokens <= WIDE_PASS_TOKENS
 
-    def _store_gaps(self, sequences: SequenceBatch, rows: Sequence[int]) -> None:
-        """Store all that rows miss but their last tokens, if the runner has recorded passes for that."""
-        ends = sequences.length_counts
-        places = [(row, position) for row in rows for position in range(self._cached[row], ends[row] - 1)]
-        if places and self._runner.store(places, self._known(sequences.tokens_at(places)).to(self._device)):
-            for row in rows:
-                self._cached[row] = ends[row] - 1
+    def _store_missing(self, sequences: SequenceBatch, rows: Sequence[int]) -> bool:
+        """Store all that rows miss but their last tokens, which the next step feeds; return whether there was any."""
+        spans = []
+        for row in rows:
+            end = sequences.length_counts[row] - 1
+            end = end if self._context is None else min(end, self._context)
+            spans.append(Span(row, self._cached[row], end - self._cached[row]))
+        spans = [span for span in spans if span.count > 0]
+        if not spans:
+            return False
+        self._runner.store(spans, self._known(sequences.tokens_at(spans)))
+        for span in spans:
+            self._cached[span.row] = span.end
+        return True
 
     def _stage(
         self, sequences: SequenceBatch, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor

@@ -59,7 +59,7 @@ def plan_launch(queries: int, groups: int, slots: int, dim: int, element_size: i
         element_size: Bytes per element of the cache.
         processors: Streaming multiprocessors of the device.
     """
-    widest = 128 if element_size == 2 else 16  # without tensor cores, larger products would spill registers
+    widest = 64 if element_size == 2 else 16  # without tensor cores, larger products would spill registers
     block_m = min(max(16, _power_of_two(queries)), widest)
     block_n = min(max(16, 16384 // (_power_of_two(dim) * element_size)), 128)  # tiles of 16 KiB
     query_blocks = -(-queries // block_m)
@@ -80,9 +80,7 @@ def plan_launch(queries: int, groups: int, slots: int, dim: int, element_size: i
 
     most = max(1, min(MOST_SPLITS, slots // FEWEST_SLOTS))
     splits = min((1 << power for power in range(most.bit_length())), key=estimate)
-    return LaunchPlan(
-        block_m, block_n, query_blocks, splits, warps=8 if block_m == 128 else 4, stages=3 if element_size == 2 else 2
-    )
+    return LaunchPlan(block_m, block_n, query_blocks, splits, warps=4, stages=3 if element_size == 2 else 2)
 
 
 def _power_of_two(number: int) -> int:

@@ -129,6 +129,15 @@ class _Layer:
         )
 
 
+@dataclass(frozen=True)
+class _Places:
+    """What the tokens' positions mean: cosines and sines, `[T, D]` each, and cache slots, `[T]`, int64."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+
+
 class FusedDecoder:
     """Runs a supported model over flat tokens and a ragged cache.
 
@@ -163,7 +172,7 @@ class FusedDecoder:
 
         Args:
             block: T tokens over R cache rows.
-            cache: Of R rows, with buffers already allocated in every layer.
+            cache: Of R rows. Layers without buffers get them, which must not happen in a pass that is recorded.
             reach: Bound on the largest position + 1, known to the host, a multiple of 64.
             keep: Flat indices of the tokens whose logits are wanted, int64; None for all.
 
@@ -172,52 +181,88 @@ class FusedDecoder:
             no token.
 
         Raises:
-            RuntimeError: If a layer of the cache has no buffers yet.
+            RuntimeError: If a layer of the cache has no buffers yet and the cache does not know its rows.
         """
-        ops = self._ops
-        stream = self._embedding(block.tokens)
-        turn = self._rotary(stream, block.positions.clamp_min(0)[None])
-        cos, sin = turn[0][0], turn[1][0]
-        slots = block.positions.masked_fill(block.positions < 0, cache.capacity)
-        added: Tensor | None = None
-        for layer in self._layers:
-            norm = layer.input_norm
-            if added is None:
-                normed = ops.rms_norm(stream, norm.weight, norm.epsilon)
-            else:
-                normed, stream = ops.add_rms_norm(added, stream, norm.weight, norm.epsilon)
-            added = self._attend(layer, normed, cos, sin, block, slots, cache, reach)
-            norm = layer.middle_norm
-            normed, stream = ops.add_rms_norm(added, stream, norm.weight, norm.epsilon)
-            added = self._products([layer.mlp.down_proj], self._gated(layer.mlp, normed))[0]
+        stream: Tensor = self._embedding(block.tokens)
+        places = self._places(stream, block, cache)
+        stream, added = self._through(self._layers, stream, None, places, block, cache, reach)
         assert added is not None  # a configuration without layers builds no model
         if keep is not None:  # before the norm and the head, which nobody needs of the others
             added, stream = added.index_select(0, keep), stream.index_select(0, keep)
-        normed, _ = ops.add_rms_norm(added, stream, self._final_norm.weight, self._final_norm.epsilon)
+        normed, _ = self._ops.add_rms_norm(added, stream, self._final_norm.weight, self._final_norm.epsilon)
         logits: Tensor = self._head(normed)
         return logits
+
+    @torch.no_grad()
+    def store(self, block: TokenBlock, cache: RaggedCache, reach: int) -> None:
+        """Store a block's keys and values only: the last layer ends with them, and no head is run.
+
+        Args:
+            block: As for a call.
+            cache: As for a call.
+            reach: As for a call.
+        """
+        *before, last = self._layers
+        stream: Tensor = self._embedding(block.tokens)
+        places = self._places(stream, block, cache)
+        stream, added = self._through(before, stream, None, places, block, cache, reach)
+        self._project(last, self._entered(last, stream, added)[0], places, block, cache)
+
+    def _places(self, stream: Tensor, block: TokenBlock, cache: RaggedCache) -> _Places:
+        """Look up what the tokens' positions mean, in the dtype of the stream."""
+        cos, sin = self._rotary(stream, block.positions.clamp_min(0)[None])
+        return _Places(cos[0], sin[0], block.positions.masked_fill(block.positions < 0, cache.capacity))
+
+    def _through(
+        self,
+        layers: Sequence[_Layer],
+        stream: Tensor,
+        added: Tensor | None,
+        places: _Places,
+        block: TokenBlock,
+        cache: RaggedCache,
+        reach: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run layers; return the residual stream and what the last of them adds to it, both `[T, H]`."""
+        for layer in layers:
+            normed, stream = self._entered(layer, stream, added)
+            mixed = self._attend(layer, normed, places, block, cache, reach)
+            norm = layer.middle_norm
+            normed, stream = self._ops.add_rms_norm(mixed, stream, norm.weight, norm.epsilon)
+            added = self._products([layer.mlp.down_proj], self._gated(layer.mlp, normed))[0]
+        return stream, added
+
+    def _entered(self, layer: _Layer, stream: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What a layer's attention gets, and the stream with what the layer in front of it added."""
+        norm = layer.input_norm
+        if added is None:
+            return self._ops.rms_norm(stream, norm.weight, norm.epsilon), stream
+        return self._ops.add_rms_norm(added, stream, norm.weight, norm.epsilon)
 
     def _attend(
         self,
         layer: _Layer,
         normed: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        places: _Places,
         block: TokenBlock,
-        slots: Tensor,
         cache: RaggedCache,
         reach: int,
     ) -> Tensor:
         """One attention sublayer, `[T, H]` to `[T, H]`."""
+        q = self._project(layer, normed, places, block, cache)
+        keys, values = _buffers(cache, layer.cache_index)
+        mixed = self._ops.ragged_attention(q, keys, values, block, layer.attention.scaling, layer.window, reach)
+        return self._products([layer.attention.o_proj], mixed)[0]
+
+    def _project(self, layer: _Layer, normed: Tensor, places: _Places, block: TokenBlock, cache: RaggedCache) -> Tensor:
+        """Return turned queries, `[T, Hq, D]`, and store keys and values."""
         module = layer.attention
         products = self._products([module.q_proj, module.k_proj, module.v_proj], normed)
         q, k, v = (product.unflatten(-1, (-1, module.head_dim)) for product in products)
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = self._head_norm(q, layer.query_norm), self._head_norm(k, layer.key_norm)
-        keys, values = _buffers(cache, layer.cache_index)
-        q = self._ops.rotate_and_store(q, k, v, cos, sin, keys, values, block.rows, slots)
-        mixed = self._ops.ragged_attention(q, keys, values, block, module.scaling, layer.window, reach)
-        return self._products([module.o_proj], mixed)[0]
+        keys, values = _buffers(cache, layer.cache_index, k, v)
+        return self._ops.rotate_and_store(q, k, v, places.cos, places.sin, keys, values, block.rows, places.slots)
 
     def _products(self, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
         """What each of some linear modules makes of `x`, `[T, N_i]`."""
@@ -257,12 +302,15 @@ def _is_plain(module: nn.Module, dtype: torch.dtype) -> bool:
     )
 
 
-def _buffers(cache: RaggedCache, index: int) -> tuple[Tensor, Tensor]:
+def _buffers(cache: RaggedCache, index: int, k: Tensor | None = None, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values; where there are none yet, made for states like `k` and `v`, `[T, heads, D]`."""
     layer = cache.ragged_layers[index]
+    if not layer.is_initialized and cache.plan.rows is not None and k is not None and v is not None:
+        layer.lazy_initialization(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
     if layer.keys is None or layer.values is None:
         msg = (
-            f"cache: layer {index} has no buffers yet, and a fused pass allocates none. Store a prompt first, or call "
-            "lazy_initialization on every layer."
+            f"cache: layer {index} has no buffers yet, and it is not known for how many rows. Make the cache with "
+            "RaggedCache(layers, capacity, rows)."
         )
         raise RuntimeError(msg)
     return layer.keys, layer.values

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.model import UNKNOWN_TOKEN_LOGIT
 from hf_dsde.runner import EagerRunner
+from hf_dsde.spans import Span
 
 POSITIONS_AT_ONCE = 128
 """Positions, over all rows, whose logits exist at the same time: 25 MB of them per model at 49,152 tokens."""
@@ -106,8 +107,8 @@ class _Scorer:
         self._device = tokens.device
         self._runner = EagerRunner(model, tokens.shape[0], tokens.shape[1], config)
         with self._runner.active():
-            stored = (prompts - 1).to(model.device)
-            self._runner.prefill(self._tokens, stored, int(stored.max()))
+            spans = [Span(row, 0, length - 1) for row, length in enumerate(prompts.tolist())]
+            self._runner.store(spans, torch.cat([self._tokens[span.row, : span.count] for span in spans]))
 
     def logits(self, slots: Tensor) -> Tensor:
         """Feed the tokens in the given slots (below 0: none), `[rows, width]`; `[rows, width, vocabulary]`, float32."""

@@ -63,14 +63,14 @@ def test_memory_that_runs_out_in_any_pass_halves_the_batch(undisturbed, model, c
 @pytest.mark.parametrize("call", [1, 2, 3, 4], ids=["target", "draft", "target again", "draft again"])
 def test_memory_that_runs_out_while_a_row_is_refilled_loses_neither_text_nor_prompt(undisturbed, monkeypatch, call):
     calls = iter(range(1, 1000))
-    replace_rows = ModelRunner.replace_rows
+    store = ModelRunner.store
 
-    def failing(self, rows, texts):
-        if next(calls) == call:
+    def failing(self, spans, tokens):
+        if next(calls) == 2 + call:  # after both models' first prompts
             raise out_of_memory()
-        return replace_rows(self, rows, texts)
+        return store(self, spans, tokens)
 
-    monkeypatch.setattr(ModelRunner, "replace_rows", failing)
+    monkeypatch.setattr(ModelRunner, "store", failing)
     made = generator(batch_size=4)
     with pytest.warns(BatchSizeWarning, match="with 4 rows, so the batch has 2 from now on; [1-4] texts begin anew"):
         results = list(made.stream(ROWS))

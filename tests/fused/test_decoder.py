@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from stored import store_texts
 from tiny_models import VOCABULARY, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -64,7 +65,7 @@ class Pair:
         self.texts = torch.randint(3, VOCABULARY, (len(stored), CAPACITY), generator=torch.Generator().manual_seed(5))
         for runner in (self.stock, self.other):
             with runner.active(), torch.no_grad():
-                runner.prefill(self.texts[:, : max(stored)], torch.tensor(stored), max(stored))
+                store_texts(runner, self.texts, stored)
 
     def stock_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """`[rows, width, vocabulary]` in the model's dtype."""

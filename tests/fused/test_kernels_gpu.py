@@ -23,6 +23,7 @@ from kernel_cases import (
     slow_linear,
     without_positions,
 )
+from stored import store_texts
 from tiny_models import tiny_model
 from torch.nn import functional
 
@@ -320,7 +321,7 @@ def test_kernels_that_are_set_up_early_give_what_others_give(kernels, width, mon
         seen = []
         with torch.no_grad(), runner.active():
             prompts = torch.randint(3, 90, (rows, 40), generator=generator)
-            runner.prefill(prompts.to(device), lengths.to(device), 40)
+            store_texts(runner, prompts.to(device), lengths)
             for step in range(60):
                 tokens = torch.randint(3, 90, (rows, width), generator=generator)
                 positions = lengths[:, None] + step * width + torch.arange(width)

@@ -1,0 +1,17 @@
+"""Putting texts into a runner's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_dsde.runner import ModelRunner
+from hf_dsde.spans import Span
+
+
+def store_texts(runner: ModelRunner, texts: Tensor, counts: Sequence[int] | Tensor) -> None:
+    """Store the first `counts` tokens of each row of `texts`, `[rows, longest]`."""
+    spans = [Span(row, 0, int(count)) for row, count in enumerate(counts)]
+    runner.store(spans, torch.cat([texts[span.row, : span.count] for span in spans]))
