@@ -51,7 +51,7 @@ KEPT_WORKSPACES = 2
 
 
 def next_row_count(rows: int) -> int:
-    """Return the rows that a pass has when `rows` are left: a power of two, or from `FINE_ROWS` on also three halves."""
+    """Return the rows of a pass when `rows` are left: a power of two, or above `FINE_ROWS` also three halves of one."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if power > FINE_ROWS and rows <= power * 3 // 4 else power
 

@@ -367,7 +367,7 @@ class SpeculativeLoop:
         return self._request(lengths, lengths.tolist())
 
     def _prefill(self) -> None:
-        """Store all prompts, but for their last tokens, in the target's cache; measure costs if the policy needs them."""
+        """Store prompts, but for their last tokens, in the target's cache; measure costs if the policy needs them."""
         sequences = self._sequences
         started = time.perf_counter()
         spans = [Span(row, 0, length - 1) for row, length in enumerate(sequences.prompt_lengths)]
@@ -378,7 +378,7 @@ class SpeculativeLoop:
         self._record_prefill(started, wait=True)
 
     def _prefill_draft(self, request: DraftRequest, *, wait: bool) -> None:
-        """Let the drafter read the texts of rows that draft for the first time. Without drafts it never reads any."""
+        """Let the drafter read the texts of rows that draft for the first time. Without drafts it reads none."""
         started = time.perf_counter()
         rows = [row for row, length in enumerate(request.length_counts) if length]
         if rows and self._drafter.prefill(self._sequences, rows):

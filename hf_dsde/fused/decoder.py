@@ -11,7 +11,7 @@ Whatever somebody attached to a block that is not called would be lost silently.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +50,9 @@ class FusedOps(Protocol):
 
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> list[Tensor]:
         """Return the product with each of one to three weights."""
+
+    def side_by_side(self, products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
+        """Return what each of one to three modules makes of `x`."""
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """Return silu(x gate^T) * (x up^T)."""
@@ -268,7 +271,7 @@ class FusedDecoder:
         """What each of some linear modules makes of `x`, `[T, N_i]`."""
         if self._taken_over(modules, x):
             return self._ops.linears(x, [module.weight for module in modules], [module.bias for module in modules])
-        return [module(x) for module in modules]
+        return self._ops.side_by_side(modules, x)
 
     def _gated(self, mlp: Any, x: Tensor) -> Tensor:
         """The gated product of an MLP, `[T, H]` to `[T, I]`."""

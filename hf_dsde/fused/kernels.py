@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_dsde.fused.attention_kernel import ragged_attention
+from hf_dsde.fused.branches import side_by_side
 from hf_dsde.fused.chaining import await_inputs, chaining
 from hf_dsde.fused.distribution_kernel import entropy_and_top
 from hf_dsde.fused.skinny_linear import gated_linear, linears, pays
@@ -33,6 +34,7 @@ __all__ = [
     "ragged_attention",
     "rms_norm",
     "rotate_and_store",
+    "side_by_side",
     "silu_mul",
 ]
 

@@ -6,7 +6,7 @@ of transformers round, so that a pass made of them differs from the stock one on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -84,6 +84,11 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     """
     vectors = [None] * len(weights) if biases is None else biases
     return [functional.linear(x, weight, bias) for weight, bias in zip(weights, vectors, strict=True)]
+
+
+def side_by_side(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
+    """Return what each of some linear modules makes of the same `x`, `[T, H]`."""
+    return [product(x) for product in products]
 
 
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
