@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
     from hf_dsde.policies.base import PhaseTimes
 
@@ -248,9 +250,8 @@ def sum_rows(counts: Sequence[RowCounts]) -> RowCounts:
     )
 
 
-def count_round(entry: RecordedRound, settled: Sequence[RowCounts]) -> RoundCounts:
-    """One round from what `settle` left of it in each row."""
-    total = sum_rows(settled)
+def count_round(entry: RecordedRound, total: RowCounts, rows: int) -> RoundCounts:
+    """One round from what `settle` left of it, the sum over all `rows`."""
     real_columns = total.rounds + total.drafted + total.past_end
     if entry.packed_tokens is None:
         padding = total.rounds * entry.pass_width - real_columns
@@ -266,7 +267,7 @@ def count_round(entry: RecordedRound, settled: Sequence[RowCounts]) -> RoundCoun
         draft_steps=entry.draft_steps,
         pass_width=entry.pass_width,
         pass_rows=entry.pass_rows,
-        dropped_rows=len(settled) - entry.pass_rows,
+        dropped_rows=rows - entry.pass_rows,
         padding=padding,
         idle=idle,
         draft_seconds=entry.times.draft,
@@ -278,11 +279,13 @@ def count_round(entry: RecordedRound, settled: Sequence[RowCounts]) -> RoundCoun
     )
 
 
-def blocks_beyond(block_lengths: Sequence[int], positions: int | None = None) -> tuple[int, ...]:
-    """How many blocks reach beyond each position."""
+def blocks_beyond(block_lengths: Any, positions: int | None = None) -> tuple[int, ...]:
+    """How many blocks, any integers in an array or a sequence, reach beyond each position."""
+    lengths = np.asarray(block_lengths, dtype=np.int64).ravel()
     if positions is None:
-        positions = max(block_lengths, default=0)
-    return tuple(sum(length > position for length in block_lengths) for position in range(positions))
+        positions = int(lengths.max(initial=0))
+    ending = np.bincount(np.minimum(lengths, positions), minlength=positions + 1)
+    return tuple((len(lengths) - ending.cumsum()[:positions]).tolist())
 
 
 def ratio(numerator: float, denominator: float) -> float:

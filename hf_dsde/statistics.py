@@ -17,6 +17,9 @@ from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hf_dsde.counts import (
     RecordedRound,
     RoundCounts,
@@ -26,8 +29,6 @@ from hf_dsde.counts import (
     check_round,
     count_round,
     ratio,
-    settle,
-    sum_rows,
 )
 from hf_dsde.graphs import RecordingCosts
 
@@ -318,23 +319,16 @@ class StatisticsRecorder:
         if len(output_lengths) != self.rows:
             raise ValueError(f"`output_lengths` has {len(output_lengths)} entries; need one per row, {self.rows}.")
         recording = recording or RecordingCosts()
-        left = list(output_lengths)
-        settled = [[settle(entry, row, left) for row in range(self.rows)] for entry in self._rounds]
-        if any(left):
-            raise RuntimeError(
-                f"Internal error: rows are {left} tokens longer than what was recorded as emitted; every token of "
-                f"`output_lengths` {list(output_lengths)} has to come from a recorded round."
-            )
-        by_row = list(zip(*settled, strict=True)) or [()] * self.rows
-        everything = [counts for entry in settled for counts in entry]
+        settled = _settled(self._rounds, output_lengths)
         return SpeculationStatistics(
             policy=self.policy,
-            rows=tuple(sum_rows(counts) for counts in by_row),
-            rounds=tuple(count_round(e, s) for e, s in zip(self._rounds, settled, strict=True)),
-            drafted_by_position=blocks_beyond([counts.drafted for counts in everything]),
-            accepted_by_position=blocks_beyond(
-                [counts.accepted for counts in everything], max((c.drafted for c in everything), default=0)
+            rows=tuple(RowCounts(*counts) for counts in settled.sum(axis=0).tolist()),
+            rounds=tuple(
+                count_round(entry, RowCounts(*counts), self.rows)
+                for entry, counts in zip(self._rounds, settled.sum(axis=1).tolist(), strict=True)
             ),
+            drafted_by_position=blocks_beyond(settled[..., _DRAFTED]),
+            accepted_by_position=blocks_beyond(settled[..., _ACCEPTED], int(settled[..., _DRAFTED].max(initial=0))),
             plain_steps=max(output_lengths, default=0),
             prefill_seconds=self._prefill_seconds,
             recorded_passes=recording.passes,
@@ -343,6 +337,34 @@ class StatisticsRecorder:
         )
 
 
+def _settled(rounds: Sequence[RecordedRound], output_lengths: Sequence[int]) -> NDArray[np.int64]:
+    """What `settle` says of every round and row, `[rounds, rows, fields of RowCounts]`, all rounds at once.
+
+    Raises:
+        RuntimeError: If a row's output is longer than what its rounds emitted.
+    """
+    shape = len(rounds), len(output_lengths)
+    drafted, accepted, emitted, active = (
+        np.array([getattr(entry, name) for entry in rounds], dtype=np.int64).reshape(shape)
+        for name in ("drafted", "accepted", "emitted", "active")
+    )
+    lengths = np.array(output_lengths, dtype=np.int64)
+    ends = np.minimum(emitted.cumsum(axis=0), lengths)
+    begins = np.vstack([np.zeros_like(lengths)[None], ends])[:-1]
+    missing = lengths - (ends[-1] if rounds else 0)
+    if missing.any():
+        raise RuntimeError(
+            f"Internal error: rows are {missing.tolist()} tokens longer than what was recorded as emitted; every token "
+            f"of `output_lengths` {list(output_lengths)} has to come from a recorded round."
+        )
+    counted = (active > 0) & (begins < lengths)
+    gained = ends - begins
+    inside = np.where((ends == lengths) & (gained <= accepted), np.minimum(drafted, gained), drafted)
+    counts = np.stack([counted, inside, drafted - inside, np.minimum(accepted, gained), gained], axis=-1)
+    return counts * counted[..., None]
+
+
+_DRAFTED, _ACCEPTED = (list(RowCounts.__dataclass_fields__).index(name) for name in ("drafted", "accepted"))
 _LIBRARIES = ("hf_dsde", "transformers", "torch")
 """Top-level packages whose frames stand between the user's call and this module."""
 _COUNTS = (

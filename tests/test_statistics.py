@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_dsde import counts
+from hf_dsde import statistics as statistics_module
 from hf_dsde.statistics import SpeculationStatistics, SpeculationWarning, StatisticsRecorder
 
 
@@ -411,6 +415,32 @@ def test_prefill_is_summed_and_part_of_the_total() -> None:
     assert statistics.tokens_per_second == pytest.approx(2 / 6.75)
 
 
+Settle = Callable[[counts.RecordedRound, int, list[int]], counts.RowCounts]
+
+
+def settled_by(settle: Settle, rounds: list[counts.RecordedRound], output_lengths: Sequence[int]) -> Any:
+    """What `statistics._settled` returns, round by round and row by row."""
+    left = list(output_lengths)
+    return np.array([[astuple(settle(entry, row, left)) for row in range(len(left))] for entry in rounds])
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=50)
+def test_all_rounds_at_once_are_settled_as_one_after_another(data: st.DataObject) -> None:
+    rows = data.draw(st.integers(1, 4))
+    rounds = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        active = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+        drafted = [data.draw(st.integers(0, 4)) if on else 0 for on in active]
+        accepted = [data.draw(st.integers(0, count)) for count in drafted]
+        emitted = [data.draw(st.integers(0, a + 1)) if on else 0 for a, on in zip(accepted, active, strict=True)]
+        fields = (drafted, accepted, emitted, active)
+        rounds.append(counts.RecordedRound(*map(tuple, fields), 0, 9, rows, Times()))
+    totals = [sum(entry.emitted[row] for entry in rounds) for row in range(rows)]
+    lengths = [data.draw(st.integers(0, total)) for total in totals]
+    assert (statistics_module._settled(rounds, lengths) == settled_by(counts.settle, rounds, lengths)).all()
+
+
 def settle_without_clipping(entry: counts.RecordedRound, row: int, left: list[int]) -> counts.RowCounts:
     emitted = entry.emitted[row]
     left[row] = max(0, left[row] - emitted)
@@ -426,8 +456,8 @@ def settle_calling_the_unjudged_rejected(entry: counts.RecordedRound, row: int, 
 
 
 @pytest.mark.parametrize("mutant", [settle_without_clipping, settle_calling_the_unjudged_rejected])
-def test_mutants_of_clipping_are_noticed(monkeypatch: pytest.MonkeyPatch, mutant: object) -> None:
-    monkeypatch.setattr("hf_dsde.statistics.settle", mutant)
+def test_mutants_of_clipping_are_noticed(monkeypatch: pytest.MonkeyPatch, mutant: Settle) -> None:
+    monkeypatch.setattr("hf_dsde.statistics._settled", partial(settled_by, mutant))
     with pytest.raises(AssertionError):
         test_counts_equal_a_walk_over_every_token()
     with pytest.raises(AssertionError):

@@ -30,13 +30,13 @@ MOST_TOKENS = 64
 PAYING = {
     1: ((16, 40 << 20),),
     2: ((16, 96 << 20),),
-    3: ((16, 96 << 20), (32, 64 << 20), (64, 16 << 20)),
+    3: ((16, 96 << 20), (64, 16 << 20)),
 }
 """Number of matrices in a launch -> up to so many tokens, the kernels are preferred to the vendor's library for up to
 so many bytes of weights. Of a large matrix the library reads as fast as anybody, and several in one launch spare the
 others' beginnings and ends. Measured with `benchmarks/skinny_linear.py`: queries, keys and values of models up to 32B
-take 0.4 to 0.75 of the library's time with up to 16 tokens (H100), those of 1B and 8B 0.49 and 0.63 with 32, and of 1B
-0.69 with 64 (H200)."""
+take 0.4 to 0.75 of the library's time with up to 16 tokens (H100), those of 1B 0.49 with 32 and 0.69 with 64 (H200).
+Those of 8B are faster as branches of the graph from 24 tokens on: a step of 32 rows takes 0.98 of the time."""
 PAYING_DTYPES = (torch.bfloat16, torch.float16)
 
 

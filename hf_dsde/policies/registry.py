@@ -7,9 +7,11 @@ distribution declares it in the entry-point group `hf_dsde.policies`, which is l
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
 
 from hf_dsde.policies.base import PolicyFactory, StoppingPolicy
@@ -56,7 +58,7 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 def available_policies() -> list[str]:
     """Every name that `create_policy` knows, sorted. Third-party policies are listed without being imported."""
-    return sorted({*_factories, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    return sorted({*_factories, *_declared().names})
 
 
 def create_policy(name: str, **arguments: Any) -> StoppingPolicy:
@@ -85,9 +87,18 @@ def create_policy(name: str, **arguments: Any) -> StoppingPolicy:
     return policy
 
 
+def _declared() -> EntryPoints:
+    """What distributions declare. Reading it takes 30 ms, and is done again when the search path has changed."""
+    return _read_entry_points(entry_points, tuple(sys.path))
+
+
+@lru_cache(maxsize=1)
+def _read_entry_points(read: Callable[..., EntryPoints], path: tuple[str, ...]) -> EntryPoints:  # noqa: ARG001 - a key
+    return read(group=ENTRY_POINT_GROUP)
+
+
 def _find(name: str) -> PolicyFactory:
-    points = entry_points(group=ENTRY_POINT_GROUP, name=name)
-    claims = {point.value: point for point in points}
+    claims = {point.value: point for point in _declared().select(name=name)}
     loaded = {value: _load(point) for value, point in claims.items()}
     # Loading may have registered the policy: a module can use the decorator and be an entry point as well.
     factories = {_address(factory): factory for factory in loaded.values()}
