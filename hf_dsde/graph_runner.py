@@ -274,7 +274,9 @@ class GraphRunner(EagerRunner):
         self._make_room(longest)
         assert self._fused is not None
         widest = max(span.count for span in spans)
-        block = TokenBlock(**self._flat_block(spans, tokens, len(tokens)), max_count=widest)
+        whole_row = spans[0].row if len(spans) == 1 and spans[0].start == 0 else None
+        tensors = self._flat_block(spans, tokens, len(tokens))
+        block = TokenBlock(**tensors, max_count=widest, whole_row=whole_row)
         self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
 
     def _allocate(self) -> None:

@@ -24,6 +24,7 @@ class TokenBlock:
         starts: Index in the flat block of each cache row's first token, `[R]`, int32.
         counts: Flat tokens of each cache row, `[R]`, int32; 0 where a row has none.
         max_count: Bound on `counts` that the host knows.
+        whole_row: The cache row whose first T tokens these are, if they are and the host knows it.
     """
 
     tokens: Tensor
@@ -32,3 +33,4 @@ class TokenBlock:
     starts: Tensor
     counts: Tensor
     max_count: int
+    whole_row: int | None = None

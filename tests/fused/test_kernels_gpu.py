@@ -127,6 +127,17 @@ def test_attention_of_real_shapes_is_that_of_plain_torch(kernels, sizes, lengths
     torch.testing.assert_close(out.double(), attend(reference, precise).double(), rtol=1e-2, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+def test_attention_of_a_long_prompt_that_is_alone_is_that_of_plain_torch(kernels, dtype):
+    case = AttentionCase((0, 0, 0), (0, 1500, 0), heads=8, kv_heads=2, dim=64, value_dim=64)
+    given = make_attention(case, dtype, "cuda")
+    alone = replace(given, block=replace(given.block, whole_row=1))
+    precise = replace(given, q=given.q.float(), keys=given.keys.float(), values=given.values.float())
+    expected = attend(reference, precise).double()
+    for each in (given, alone):
+        torch.testing.assert_close(attend(kernels, each).double(), expected, rtol=1e-2, atol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("splits", [None, 4])
 def test_a_recorded_launch_follows_the_contents_of_its_tensors(kernels, splits):
     def launch(given):
