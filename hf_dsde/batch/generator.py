@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_dsde import compat
 from hf_dsde.argument_checks import check_choice, check_flag, check_integer
 from hf_dsde.batch.admission import CacheBudget
+from hf_dsde.batch.data_sets import read_only_what_counts, rows_of_batch
 from hf_dsde.batch.engine import BatchEngine
 from hf_dsde.batch.fingerprint import Fingerprinted, generator_identity
 from hf_dsde.batch.job import InputRows, JobReport, run_job
@@ -135,17 +136,27 @@ class BatchGenerator(Fingerprinted):
             settings,
         )
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    def __call__(
+        self, batch: Mapping[str, Sequence[Any]] | Sequence[Any], *others: Any, **settings: Any
+    ) -> dict[str, list[Any]]:
         """Generate for a batch of `Dataset.map(batched=True)`.
 
         Args:
-            batch: Columns of equal length.
+            batch: Columns of equal length, of which only those that make prompts are looked at; or the values of the
+                one column that `map(input_columns=...)` names.
+            *others: None are taken: what `map` hands over with more `input_columns`, `with_indices` or `with_rank`.
+            **settings: None are taken: the `fn_kwargs` of `map`.
 
         Returns:
             New columns: `generated_text` (empty for a bad row), `generated_token_ids`, `finish_reason`,
             `generation_error` (empty for a good row) and `generation_statistics`.
+
+        Raises:
+            TypeError: What `map` hands over is no batch, or something else as well.
+            ValueError: No column can hold prompts.
+            RowError: For a bad row, if `on_error` is `raise`.
         """
-        rows = _rows(batch)
+        rows = rows_of_batch(batch, others, settings, self._request_settings["column"])
         results = list(self.stream(rows, ordered=True))
         counts = ("prompt_tokens", "new_tokens", "rounds", "drafted", "accepted")
         return {
@@ -169,7 +180,7 @@ class BatchGenerator(Fingerprinted):
         Raises:
             RowError: For a bad row, if `on_error` is `raise`.
         """
-        results, _ = self._generate(enumerate(prompts))
+        results, _ = self._generate(enumerate(read_only_what_counts(prompts, self._request_settings["column"])))
         return _in_order(results) if check_flag("ordered", ordered) else results
 
     def run(
@@ -255,24 +266,6 @@ class BatchGenerator(Fingerprinted):
         words = self._tokenizer.decode(text.tokens, skip_special_tokens=True)
         assert isinstance(words, str)
         return RowResult(text.request.index, words, text.tokens, text.finish_reason, None, text.statistics)
-
-
-def _rows(batch: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Turn columns into rows."""
-    columns = dict(batch.items())
-    single = [
-        name
-        for name, values in columns.items()
-        if isinstance(values, str) or not hasattr(values, "__len__") or (len(values) and isinstance(values[0], Mapping))
-    ]
-    if single:
-        msg = (
-            f"column {single[0]!r} holds one value and not a list of them. Call map with batched=True, and with a "
-            "batch_size of some times the generator's."
-        )
-        raise TypeError(msg)
-    count = len(next(iter(columns.values()), []))
-    return [{name: values[place] for name, values in columns.items()} for place in range(count)]
 
 
 def _in_order(results: Iterator[RowResult]) -> Iterator[RowResult]:

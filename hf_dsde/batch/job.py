@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_dsde.batch.data_sets import read_only_what_counts
 from hf_dsde.batch.input_rows import input_identity, read_rows
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.output import OutputFile, merge, open_output, remove_output
@@ -57,12 +58,16 @@ class InputRows:
     Args:
         source: A `datasets.Dataset` or `IterableDataset`, a sequence or other iterable of rows, or the path of a file.
         column: The column that holds the prompts, if one was named.
+
+    Raises:
+        ValueError: A data set has no column that can hold prompts.
     """
 
     def __init__(self, source: Any, column: str | None) -> None:
         self._path = Path(source) if isinstance(source, (str, os.PathLike)) else None
         self._source = source
         self._column = column
+        self._rows = read_only_what_counts(source, column)
 
     @property
     def count(self) -> int | None:
@@ -93,9 +98,9 @@ class InputRows:
         if self.count is not None and hasattr(self._source, "__getitem__"):
             for index in range(shard, self.count, shards):
                 if index not in done:
-                    yield index, self._source[index]
+                    yield index, self._rows[index]
             return
-        rows = self._source if self._path is None else read_rows(self._path, self._column)
+        rows = self._rows if self._path is None else read_rows(self._path, self._column)
         for index, row in enumerate(rows):
             if index % shards == shard and index not in done:
                 yield index, row
