@@ -8,6 +8,9 @@ from typing import Any
 from hf_dsde.batch.input_rows import PROMPT_COLUMNS, check_columns, columns_read
 from hf_dsde.batch.row_values import plain
 
+_WITHOUT_FORMAT = (
+    "Call `dataset.with_format(None).map(generator, batched=True)`; the result can be given the format again."
+)
 _CALL_BATCHED = "Call map with batched=True, and with a batch_size of some times the generator's."
 
 
@@ -87,8 +90,9 @@ def _rows_of_columns(batch: Mapping[str, Any], column: str | None) -> list[dict[
         if name in prompts:
             if not _is_column(values):
                 raise TypeError(f"column {name!r} holds one value and not a list of them. {_CALL_BATCHED}")
-            values = list(values)
-            _check_batched(repr(name), values)
+            _check_batched(repr(name), list(values))
+        if name not in ("input_ids", "attention_mask"):
+            _check_numbers(name, values)
         columns[name] = list(values)
     count = len(columns[prompts[0]])
     return [{name: values[place] for name, values in columns.items()} for place in range(count)]
@@ -116,10 +120,27 @@ def _check_batched(name: str, values: Sequence[Any]) -> None:
         )
 
 
+def _check_numbers(name: str, value: Any) -> None:
+    """Refuse arrays of floating-point numbers: they may have been integers beside nothing, or more precise."""
+    if isinstance(value, (str, bytes)):
+        return
+    if "float" in str(getattr(value, "dtype", "")):
+        raise TypeError(
+            f"column {name!r} holds {type(value).__module__.partition('.')[0]}'s floating-point numbers, which that "
+            f"format also makes of integers where a value is missing. {_WITHOUT_FORMAT}"
+        )
+    if isinstance(value, Mapping):
+        for part in value.values():
+            _check_numbers(name, part)
+    elif _is_column(value) and getattr(getattr(value, "dtype", None), "kind", "O") == "O":
+        for part in value:
+            _check_numbers(name, part)
+
+
 def _refuse_table_or_value(batch: Any) -> None:
     if hasattr(batch, "columns"):
         raise TypeError(
             f"map hands over tables of {type(batch).__module__.partition('.')[0]}, since the data set has that format. "
-            "Call `dataset.with_format(None).map(generator, batched=True)`; the result can be given the format again."
+            f"{_WITHOUT_FORMAT}"
         )
     raise TypeError(f"map hands over one value ({type(batch).__name__}) and not a list of them. {_CALL_BATCHED}")

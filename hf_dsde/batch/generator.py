@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dsde import compat
@@ -14,6 +16,7 @@ from hf_dsde.batch.admission import CacheBudget
 from hf_dsde.batch.data_sets import read_only_what_counts, rows_of_batch
 from hf_dsde.batch.engine import BatchEngine
 from hf_dsde.batch.fingerprint import Fingerprinted, generator_identity
+from hf_dsde.batch.first_tokens import EmptyTextsWarning, FirstTokens
 from hf_dsde.batch.job import InputRows, JobReport, run_job
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.memory_plan import MemoryPlan, plan_memory
@@ -49,7 +52,8 @@ class BatchGenerator(Fingerprinted):
     goes on where it stopped.
 
     Rows are text, chat messages, token ids, or mappings with one of these in a column, as `RequestBuilder` says; a
-    row's own `max_new_tokens` and `stop_strings` columns replace those given here.
+    row's own `max_new_tokens` and `stop_strings` columns replace those given here, and its `chat_template_kwargs` and
+    `tools` are added to the template's arguments.
 
     Args:
         model: The target, in evaluation.
@@ -62,6 +66,8 @@ class BatchGenerator(Fingerprinted):
         stop_strings: Text or texts whose appearance ends generation.
         max_prompt_tokens: Longer prompts become errors; None leaves it to the models' context.
         column: The column that holds the prompts; None looks for `messages`, `prompt`, `text` and `input_ids`.
+        chat: Whether prompts of plain text are what a user asks, to be put into the tokenizer's chat template. False
+            hands them to the model as they stand. Chat messages always go through the template.
         chat_template_kwargs: Arguments of the chat template.
         cache_budget: Bytes per device for the caches of both models. None takes 80 % of what is free on a CUDA device,
             and does not limit others. Requests that need longer rows than a whole batch may have run later, in a
@@ -91,6 +97,7 @@ class BatchGenerator(Fingerprinted):
         stop_strings: str | Sequence[str] = (),
         max_prompt_tokens: int | None = None,
         column: str | None = None,
+        chat: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_budget: int | None = None,
         refill: bool = True,
@@ -113,9 +120,11 @@ class BatchGenerator(Fingerprinted):
             "max_prompt_tokens": max_prompt_tokens,
             "context": compat.context_length(model),
             "column": column,
+            "chat": chat,
             "chat_template_kwargs": dict(chat_template_kwargs or {}),
         }
         self._builder = RequestBuilder(tokenizer, **self._request_settings)
+        self._warned_of_empty_texts = False
         self.statistics = JobStatistics()
 
     @property
@@ -124,6 +133,8 @@ class BatchGenerator(Fingerprinted):
         from datasets.fingerprint import Hasher
 
         settings = {**self._request_settings, "policy": self._speculation.policy.name}
+        if not settings["chat"]:
+            del settings["chat"]  # as when there was no such setting, so that jobs of that time go on
         for name in CALLABLES:
             if self._generate_kwargs.get(name) is not None:
                 settings[name] = Hasher.hash(self._generate_kwargs[name])
@@ -159,9 +170,13 @@ class BatchGenerator(Fingerprinted):
         rows = rows_of_batch(batch, others, settings, self._request_settings["column"])
         results = list(self.stream(rows, ordered=True))
         counts = ("prompt_tokens", "new_tokens", "rounds", "drafted", "accepted")
+        tokens: list[Any] = [result.token_ids or [] for result in results]
+        if not any(tokens):
+            # Empty lists alone would not say what later batches have in theirs.
+            tokens = [np.empty(0, dtype=np.int64)] * len(results)
         return {
             "generated_text": [result.text or "" for result in results],
-            "generated_token_ids": [result.token_ids or [] for result in results],
+            "generated_token_ids": tokens,
             "finish_reason": [result.finish_reason for result in results],
             "generation_error": [result.error or "" for result in results],
             "generation_statistics": [
@@ -252,8 +267,17 @@ class BatchGenerator(Fingerprinted):
 
     def _results(self, engine: BatchEngine, rows: Iterable[tuple[int, Any]]) -> Iterator[RowResult]:
         requests = prefetched(rows, self._request, AHEAD * self._batch_size)
-        for text in engine.texts(requests):
+        first_tokens = FirstTokens()
+        for text in engine.texts(first_tokens.watched(requests)):
+            self._warn_of_empty_texts(first_tokens.after(text))
             yield self._result(text)
+        self._warn_of_empty_texts(first_tokens.at_the_end())
+
+    def _warn_of_empty_texts(self, complaint: str | None) -> None:
+        if complaint is None or not getattr(self._tokenizer, "chat_template", None) or self._warned_of_empty_texts:
+            return
+        self._warned_of_empty_texts = True
+        warnings.warn(complaint, EmptyTextsWarning, stacklevel=2)
 
     def _request(self, row: tuple[int, Any]) -> Request | RejectedRow:
         return self._builder.build(*row)
