@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from hf_dsde.batch.encoding import Encoding, ToEncode
 from hf_dsde.batch.row_values import BadRowError, check_unicode, plain, quoted, reason, without_absent, wrong
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
@@ -51,7 +53,7 @@ class ChatPrompts:
         """Whether messages can be turned into a prompt."""
         return bool(getattr(self._tokenizer, "chat_template", None)) or "chat_template" in self._arguments
 
-    def prompt(self, name: str, value: Any, row: Mapping[Any, Any] | None) -> list[int]:
+    def prompt(self, name: str, value: Any, row: Mapping[Any, Any] | None) -> Encoding:
         """The token ids of a conversation, ready for the next answer.
 
         Args:
@@ -63,19 +65,20 @@ class ChatPrompts:
             BadRowError: For messages or arguments from which no prompt can be made.
         """
         messages = list(_checked_messages(name, value))
-        arguments = {**self._arguments, **row_arguments(row)}
-        if not self.has_template and "chat_template" not in arguments:
+        own = row_arguments(row)
+        if not self.has_template and "chat_template" not in own:
             raise wrong(name, value, "text: the tokenizer has no chat template to turn messages into a prompt,")
         continued = messages[-1]["role"] == "assistant"
+        apply = partial(
+            self._tokenizer.apply_chat_template,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+            tokenize=True,
+            return_dict=False,
+            **{**self._arguments, **own},
+        )
         try:
-            ids = self._tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=not continued,
-                continue_final_message=continued,
-                tokenize=True,
-                return_dict=False,
-                **arguments,
-            )
+            ids = yield ToEncode(messages, apply, None if own else ("chat", continued))
         except Exception as failure:  # noqa: BLE001  a template can raise whatever it likes
             raise wrong(name, value, f"messages that the chat template takes are needed ({reason(failure)})") from None
         if not ids:

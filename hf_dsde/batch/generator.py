@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_dsde import compat
 from hf_dsde.argument_checks import check_choice, check_flag, check_integer
 from hf_dsde.batch.admission import CacheBudget
-from hf_dsde.batch.data_sets import read_only_what_counts, rows_of_batch
+from hf_dsde.batch.data_sets import rows_of_batch
 from hf_dsde.batch.engine import BatchEngine
 from hf_dsde.batch.fingerprint import Fingerprinted, generator_identity
 from hf_dsde.batch.first_tokens import EmptyTextsWarning, FirstTokens
 from hf_dsde.batch.job import InputRows, JobReport, run_job
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.memory_plan import MemoryPlan, plan_memory
-from hf_dsde.batch.prefetch import prefetched
+from hf_dsde.batch.prefetch import in_groups, prefetched
 from hf_dsde.batch.preparation import Preparation
 from hf_dsde.batch.refill_loop import FinishedText
 from hf_dsde.batch.requests import RejectedRow, Request, RequestBuilder
@@ -32,6 +34,8 @@ from hf_dsde.policies.base import StoppingPolicy
 ON_ERROR = ("record", "raise")
 AHEAD = 4
 """Requests that are read and tokenised in advance, in batches."""
+ENCODED_TOGETHER = 64
+"""Prompts that a tokenizer works on at once, on all cores. The models wait for the first batch's."""
 CALLABLES = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that are objects with code of their own."""
 
@@ -195,7 +199,8 @@ class BatchGenerator(Fingerprinted):
         Raises:
             RowError: For a bad row, if `on_error` is `raise`.
         """
-        results, _ = self._generate(enumerate(read_only_what_counts(prompts, self._request_settings["column"])))
+        rows = InputRows(prompts, self._request_settings["column"], paths=False)
+        results, _ = self._generate(rows.share(0, 1, ()), rows.are_at_hand)
         return _in_order(results) if check_flag("ordered", ordered) else results
 
     def run(
@@ -222,9 +227,10 @@ class BatchGenerator(Fingerprinted):
             ValueError: If the file holds results of other settings or of other data.
             RowError: For a bad row, if `on_error` is `raise`; what was finished before is kept.
         """
+        rows = InputRows(dataset, self._request_settings["column"])
         return run_job(
-            InputRows(dataset, self._request_settings["column"]),
-            self._generate,
+            rows,
+            partial(self._generate, at_hand=rows.are_at_hand),
             output,
             identity=self.identity,
             ordered=ordered,
@@ -250,8 +256,13 @@ class BatchGenerator(Fingerprinted):
             None if rows is None else map(self._request, rows),
         )
 
-    def _generate(self, rows: Iterable[tuple[int, Any]]) -> tuple[Iterator[RowResult], JobStatistics]:
-        """Return an iterator over the results of rows with their places, and what counts them."""
+    def _generate(self, rows: Iterable[tuple[int, Any]], at_hand: bool) -> tuple[Iterator[RowResult], JobStatistics]:
+        """Return an iterator over the results of rows with their places, and what counts them.
+
+        Args:
+            rows: The rows.
+            at_hand: Whether none of them has to be waited for, so that they can be encoded many at a time.
+        """
         self.statistics = JobStatistics()
         engine = BatchEngine(
             self._model,
@@ -263,10 +274,11 @@ class BatchGenerator(Fingerprinted):
             self._refill,
             self.statistics,
         )
-        return self._results(engine, rows), self.statistics
+        return self._results(engine, rows, min(ENCODED_TOGETHER, self._batch_size) if at_hand else 1), self.statistics
 
-    def _results(self, engine: BatchEngine, rows: Iterable[tuple[int, Any]]) -> Iterator[RowResult]:
-        requests = prefetched(rows, self._request, AHEAD * self._batch_size)
+    def _results(self, engine: BatchEngine, rows: Iterable[tuple[int, Any]], together: int) -> Iterator[RowResult]:
+        ahead = max(AHEAD * self._batch_size // together, 1)
+        requests = chain.from_iterable(prefetched(in_groups(rows, together), self._builder.build_all, ahead))
         first_tokens = FirstTokens()
         for text in engine.texts(first_tokens.watched(requests)):
             self._warn_of_empty_texts(first_tokens.after(text))

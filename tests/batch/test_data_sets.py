@@ -7,6 +7,7 @@ import json
 
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -290,3 +291,50 @@ def test_odd_rows_go_through_map_and_files_alike(tmp_path):
     for name in ("in.jsonl", "in.parquet"):
         generator().run(tmp_path / name, tmp_path / f"{name}.out.jsonl", ordered=True)
         assert [result.text or "" for result in read_results(tmp_path / f"{name}.out.jsonl")] == streamed
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda: tuple(PROMPTS),
+        lambda: pd.Series(PROMPTS, index=[7, 0, 1]),
+        lambda: dict.fromkeys(PROMPTS),
+        lambda: np.array(PROMPTS),
+        lambda: iter(PROMPTS),
+        lambda: data()["prompt"],
+    ],
+    ids=["tuple", "series", "dict", "array", "iterator", "column"],
+)
+def test_any_iterable_gives_its_rows_in_its_order(rows, expected, tmp_path):
+    assert [result.text for result in generator().stream(rows(), ordered=True)] == expected
+    generator().run(rows(), tmp_path / "out.jsonl", ordered=True)
+    assert [result.text for result in read_results(tmp_path / "out.jsonl")] == expected
+
+
+class CountsCalls:
+    """A tokenizer that notes how much it is given at a time."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.sizes = tokenizer, []
+
+    def __call__(self, texts, **arguments):
+        self.sizes.append(1 if isinstance(texts, str) else len(texts))
+        return self._tokenizer(texts, **arguments)
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __len__(self):
+        return len(self._tokenizer)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(list, 4), (iter, 1)], ids=["at hand", "waited for"])
+def test_prompts_that_are_at_hand_are_encoded_many_at_a_time(rows, most):
+    tokenizer = CountsCalls(PAIR.tokenizer)
+    builder = generator(batch_size=4)
+    builder._builder._tokenizer = tokenizer
+    texts = [*PROMPTS, "", "zzz", *PROMPTS, "a"]
+    results = list(builder.stream(rows(texts), ordered=True))
+    alone = list(generator(batch_size=4).stream(iter(texts), ordered=True))
+    assert [(r.text, r.error) for r in results] == [(r.text, r.error) for r in alone]
+    assert max(tokenizer.sizes) == most
