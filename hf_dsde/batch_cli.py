@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -23,8 +22,8 @@ from hf_dsde.batch.job import InputRows, process_state
 from hf_dsde.batch.output_files import OutputPaths
 from hf_dsde.batch.progress import JobProgress
 from hf_dsde.batch_cli_rows import input_of
-from hf_dsde.batch_view import print_errors, result_line, result_view, summary
-from hf_dsde.cli_options import DeviceOption, Dtype, ModelOption, named_pair
+from hf_dsde.batch_view import print_errors, print_template_note, result_line, result_view, summary
+from hf_dsde.cli_options import DeviceOption, Dtype, ModelOption, named_pair, usage_errors
 from hf_dsde.config import SpeculationConfig
 
 if TYPE_CHECKING:
@@ -104,8 +103,8 @@ def generate_command(
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Put prompts of plain text into the chat template.",
-            show_default="for --prompt only",
+            help="Put prompts of plain text into the model's chat template, or hand them over as they stand.",
+            show_default="chat, if there is a template",
             rich_help_panel=_PROMPTS,
         ),
     ] = None,
@@ -184,6 +183,10 @@ def generate_command(
 ) -> None:
     """Generate from every prompt of a file, of standard input or of the command line.
 
+    Prompts of plain text go into the model's chat template, if it has one, as what
+    a user asks; --no-chat hands them over as they stand. Chat messages and token
+    ids are the same either way.
+
     With --output, results are kept in a file, and a command that was interrupted
     goes on when it is run again. Without, they are printed in a terminal, and
     written as JSON Lines where standard output is none.
@@ -191,7 +194,7 @@ def generate_command(
     Under accelerate launch, the processes share the prompts out.
     """
     state = process_state()
-    with _usage_errors():
+    with usage_errors():
         _check_input(source, prompt, column, dry_run)
         _check_output(output, overwrite, dry_run, from_stream=source == STANDARD_INPUT, state=state)
         speculation = _speculation(policy, config)
@@ -199,7 +202,9 @@ def generate_command(
     pair = _load_pair(model, draft, dtype.torch, _own_device(device, state), device_map, state)
     # Processes that draw the same numbers would answer the same prompt with the same text.
     torch.manual_seed(seed + (0 if state is None else state.process_index))
-    with _usage_errors():
+    is_main = state is None or state.is_main_process
+    asks = bool(pair.tokenizer.chat_template) if chat is None else chat
+    with usage_errors():
         generator = BatchGenerator(
             pair.target,
             pair.tokenizer,
@@ -210,13 +215,14 @@ def generate_command(
             stop_strings=stop or (),
             max_prompt_tokens=max_prompt_tokens,
             column=column,
+            chat=asks,
             cache_budget=None if cache_budget is None else int(cache_budget * 1e9),
             on_error=on_error.value,
             **sampling,
         )
-    asks = bool(prompt and pair.tokenizer.chat_template) if chat is None else chat
-    rows = input_of(source, prompt, column, lines.value, asks=asks, whole=output is not None and not dry_run)
-    is_main = state is None or state.is_main_process
+    rows = input_of(source, prompt, column, lines.value, whole=output is not None and not dry_run)
+    if is_main and asks and chat is None:
+        print_template_note()
     if dry_run:
         if is_main:
             _print_plan(generator, rows)
@@ -293,7 +299,7 @@ def _load_pair(
         missing, other = ("--model", "--assistant-model") if model is None else ("--assistant-model", "--model")
         raise typer.BadParameter(f"{missing} is missing; {other} needs it, since a draft belongs to its target")
     if device_map is None:
-        with _usage_errors((OSError,)):
+        with usage_errors((OSError,)):
             return named_pair(model, draft, dtype, device)
     if state is not None:
         raise typer.BadParameter(
@@ -301,7 +307,7 @@ def _load_pair(
         )
     if model is None or draft is None:
         raise typer.BadParameter("--device-map needs --model and --assistant-model; the packaged pair fits one device")
-    with _usage_errors((OSError,)):
+    with usage_errors((OSError,)):
         return pairs.load_pair(model, draft, dtype, device, device_map)
 
 
@@ -379,15 +385,6 @@ def _run_job(
     closing = f"{report.rows} rows finished{share}{earlier}; results in {report.output}"
     console.print(Text(closing), soft_wrap=True)
     print_errors(console, report.statistics)
-
-
-@contextmanager
-def _usage_errors(kinds: tuple[type[Exception], ...] = (OSError, TypeError, ValueError)) -> Iterator[None]:
-    """Turn errors, by default those that checks of arguments raise, into errors of usage."""
-    try:
-        yield
-    except kinds as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _end(message: str, code: int) -> NoReturn:

@@ -59,6 +59,16 @@ def summary(statistics: JobStatistics, seconds: float, policy: str) -> Table:
     return table
 
 
+def print_template_note() -> None:
+    """Say where nobody asked that plain text goes into the chat template, on standard error."""
+    Console(stderr=True).print(
+        "Prompts of plain text go into the model's chat template, as what a user asks; --no-chat hands them over as "
+        "they stand.",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
 def print_errors(console: Console, statistics: JobStatistics) -> None:
     """Say how many rows gave no text, if there are any."""
     if statistics.failed:

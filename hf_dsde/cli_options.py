@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -49,6 +51,15 @@ def named_pair(model: str | None, draft: str | None, dtype: torch.dtype, device:
         missing, other = ("--model", "--draft") if model is None else ("--draft", "--model")
         raise typer.BadParameter(f"{missing} is missing; {other} needs it, since a draft belongs to its target")
     return pairs.load_pair(model, draft, dtype, device)
+
+
+@contextmanager
+def usage_errors(kinds: tuple[type[Exception], ...] = (OSError, TypeError, ValueError)) -> Iterator[None]:
+    """Turn errors, by default those that checks of arguments raise, into errors of usage."""
+    try:
+        yield
+    except kinds as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def lines_of(path: Path) -> list[str]:

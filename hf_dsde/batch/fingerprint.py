@@ -4,41 +4,35 @@ An identity is a dict of plain JSON: everything that decides which texts come ou
 process or machine. Versions of libraries are no part of it, nor are devices and attention implementations, between
 which texts may differ by rounding.
 
-Weights are recognised by a sample: `_SAMPLED` values of each parameter, evenly spaced, first and last included. A name
-is not enough, since models are trained, merged and built in memory under the name they were loaded from or none at all,
-and reading all weights is too dear for a check. Training, merging, quantising or adding noise changes the samples; a
-change of a few chosen values may change none.
+Weights are recognised by a sample of their values, `weights_sample.SAMPLED` of each tensor. A name is not enough, since
+models are trained, merged and built in memory under the name they were loaded from or none at all, and reading all
+weights is too dear for a check. Training, merging, quantising or adding noise changes the samples; a change of a few
+chosen values may change none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import uuid
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from inspect import isfunction, ismethod
 from pathlib import PurePath
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.chat_template_utils import get_json_schema
 
+from hf_dsde.batch.weights_sample import weights_sample
 from hf_dsde.config import SpeculationConfig
 
-_SAMPLED = 16
 _HASH_DIGITS = 16
 _ABOUT_THE_FILE = ("_name_or_path", "name_or_path", "transformers_version")
 """Keys of a model's configuration that say where it came from, not what it is."""
 
 _PROBE = "The quick brown fox; 0123456789.\n\tÆther — 你好"
 """Tokenised, it shows normalisation, merges and added special tokens, none of which a vocabulary shows."""
-
-_unreadable: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-"""Stand-ins for the samples of models whose weights cannot be read, as long as these models live."""
 
 
 def model_identity(model: PreTrainedModel) -> dict[str, Any]:
@@ -61,7 +55,7 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "adapters": _active_adapters(model),
         "quantization": None if quantization is None else _short_hash(quantization),
-        "weights": _weights_sample(model, named=bool(getattr(config, "_name_or_path", None))),
+        "weights": weights_sample(model, named=bool(getattr(config, "_name_or_path", None))),
     }
 
 
@@ -200,40 +194,6 @@ def _active_adapters(model: torch.nn.Module) -> list[str]:
         active: Any = getattr(module, "active_adapters", ()) if adapted else ()
         names.update([active] if isinstance(active, str) else active)
     return sorted(names)
-
-
-def _weights_sample(model: torch.nn.Module, *, named: bool) -> str | None:
-    """A hash of shapes, dtypes and a few values of all weights; their order, not their names, tells them apart."""
-    digest = hashlib.sha256()
-    try:
-        for weight in _weights(model):
-            digest.update(f"{tuple(weight.shape)} {weight.dtype};".encode())
-            digest.update(_sampled_bytes(weight))
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):
-        # No data behind them (meta tensors), or a tensor class that cannot be looked into.
-        return None if named else _unreadable.setdefault(model, uuid.uuid4().hex)
-    return digest.hexdigest()[:_HASH_DIGITS]
-
-
-def _weights(model: torch.nn.Module) -> Iterator[Tensor]:
-    """Parameters, and the buffers that are saved with them, where some quantisations keep their weights."""
-    yield from model.parameters()
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            # Buffers that are not saved are computed, perhaps on another device with another rounding.
-            if name not in module._non_persistent_buffers_set:
-                yield buffer
-
-
-@torch.no_grad()
-def _sampled_bytes(weight: Tensor) -> bytes:
-    """The bytes of up to `_SAMPLED` values at evenly spaced places, the first and the last among them."""
-    count = weight.numel()
-    places = torch.tensor(sorted({i * (count - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)} if count else ()))
-    # By coordinates, since flattening would copy a weight that is not contiguous.
-    where = torch.unravel_index(places.long().to(weight.device), weight.shape) if weight.dim() else (...,)
-    values: Tensor = weight.detach()[where].cpu().reshape(-1).contiguous()
-    return values.view(torch.uint8).numpy().tobytes()
 
 
 def _short_hash(value: Any) -> str:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dsde import compat
 from hf_dsde.argument_checks import check_choice, check_flag, check_integer
 from hf_dsde.batch.admission import CacheBudget
+from hf_dsde.batch.data_sets import rows_of_batch
 from hf_dsde.batch.engine import BatchEngine
 from hf_dsde.batch.fingerprint import Fingerprinted, generator_identity
+from hf_dsde.batch.first_tokens import EmptyTextsWarning, FirstTokens
 from hf_dsde.batch.job import InputRows, JobReport, run_job
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.memory_plan import MemoryPlan, plan_memory
-from hf_dsde.batch.prefetch import prefetched
+from hf_dsde.batch.prefetch import in_groups, prefetched
 from hf_dsde.batch.preparation import Preparation
 from hf_dsde.batch.refill_loop import FinishedText
 from hf_dsde.batch.requests import RejectedRow, Request, RequestBuilder
@@ -28,6 +34,8 @@ from hf_dsde.policies.base import StoppingPolicy
 ON_ERROR = ("record", "raise")
 AHEAD = 4
 """Requests that are read and tokenised in advance, in batches."""
+ENCODED_TOGETHER = 64
+"""Prompts that a tokenizer works on at once, on all cores. The models wait for the first batch's."""
 CALLABLES = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that are objects with code of their own."""
 
@@ -48,7 +56,8 @@ class BatchGenerator(Fingerprinted):
     goes on where it stopped.
 
     Rows are text, chat messages, token ids, or mappings with one of these in a column, as `RequestBuilder` says; a
-    row's own `max_new_tokens` and `stop_strings` columns replace those given here.
+    row's own `max_new_tokens` and `stop_strings` columns replace those given here, and its `chat_template_kwargs` and
+    `tools` are added to the template's arguments.
 
     Args:
         model: The target, in evaluation.
@@ -61,6 +70,8 @@ class BatchGenerator(Fingerprinted):
         stop_strings: Text or texts whose appearance ends generation.
         max_prompt_tokens: Longer prompts become errors; None leaves it to the models' context.
         column: The column that holds the prompts; None looks for `messages`, `prompt`, `text` and `input_ids`.
+        chat: Whether prompts of plain text are what a user asks, to be put into the tokenizer's chat template. False
+            hands them to the model as they stand. Chat messages always go through the template.
         chat_template_kwargs: Arguments of the chat template.
         cache_budget: Bytes per device for the caches of both models. None takes 80 % of what is free on a CUDA device,
             and does not limit others. Requests that need longer rows than a whole batch may have run later, in a
@@ -90,6 +101,7 @@ class BatchGenerator(Fingerprinted):
         stop_strings: str | Sequence[str] = (),
         max_prompt_tokens: int | None = None,
         column: str | None = None,
+        chat: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_budget: int | None = None,
         refill: bool = True,
@@ -112,9 +124,11 @@ class BatchGenerator(Fingerprinted):
             "max_prompt_tokens": max_prompt_tokens,
             "context": compat.context_length(model),
             "column": column,
+            "chat": chat,
             "chat_template_kwargs": dict(chat_template_kwargs or {}),
         }
         self._builder = RequestBuilder(tokenizer, **self._request_settings)
+        self._warned_of_empty_texts = False
         self.statistics = JobStatistics()
 
     @property
@@ -123,6 +137,8 @@ class BatchGenerator(Fingerprinted):
         from datasets.fingerprint import Hasher
 
         settings = {**self._request_settings, "policy": self._speculation.policy.name}
+        if not settings["chat"]:
+            del settings["chat"]  # as when there was no such setting, so that jobs of that time go on
         for name in CALLABLES:
             if self._generate_kwargs.get(name) is not None:
                 settings[name] = Hasher.hash(self._generate_kwargs[name])
@@ -135,22 +151,36 @@ class BatchGenerator(Fingerprinted):
             settings,
         )
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    def __call__(
+        self, batch: Mapping[str, Sequence[Any]] | Sequence[Any], *others: Any, **settings: Any
+    ) -> dict[str, list[Any]]:
         """Generate for a batch of `Dataset.map(batched=True)`.
 
         Args:
-            batch: Columns of equal length.
+            batch: Columns of equal length, of which only those that make prompts are looked at; or the values of the
+                one column that `map(input_columns=...)` names.
+            *others: None are taken: what `map` hands over with more `input_columns`, `with_indices` or `with_rank`.
+            **settings: None are taken: the `fn_kwargs` of `map`.
 
         Returns:
             New columns: `generated_text` (empty for a bad row), `generated_token_ids`, `finish_reason`,
             `generation_error` (empty for a good row) and `generation_statistics`.
+
+        Raises:
+            TypeError: What `map` hands over is no batch, or something else as well.
+            ValueError: No column can hold prompts.
+            RowError: For a bad row, if `on_error` is `raise`.
         """
-        rows = _rows(batch)
+        rows = rows_of_batch(batch, others, settings, self._request_settings["column"])
         results = list(self.stream(rows, ordered=True))
         counts = ("prompt_tokens", "new_tokens", "rounds", "drafted", "accepted")
+        tokens: list[Any] = [result.token_ids or [] for result in results]
+        if not any(tokens):
+            # Empty lists alone would not say what later batches have in theirs.
+            tokens = [np.empty(0, dtype=np.int64)] * len(results)
         return {
             "generated_text": [result.text or "" for result in results],
-            "generated_token_ids": [result.token_ids or [] for result in results],
+            "generated_token_ids": tokens,
             "finish_reason": [result.finish_reason for result in results],
             "generation_error": [result.error or "" for result in results],
             "generation_statistics": [
@@ -169,7 +199,8 @@ class BatchGenerator(Fingerprinted):
         Raises:
             RowError: For a bad row, if `on_error` is `raise`.
         """
-        results, _ = self._generate(enumerate(prompts))
+        rows = InputRows(prompts, self._request_settings["column"], paths=False)
+        results, _ = self._generate(rows.share(0, 1, ()), rows.are_at_hand)
         return _in_order(results) if check_flag("ordered", ordered) else results
 
     def run(
@@ -196,9 +227,10 @@ class BatchGenerator(Fingerprinted):
             ValueError: If the file holds results of other settings or of other data.
             RowError: For a bad row, if `on_error` is `raise`; what was finished before is kept.
         """
+        rows = InputRows(dataset, self._request_settings["column"])
         return run_job(
-            InputRows(dataset, self._request_settings["column"]),
-            self._generate,
+            rows,
+            partial(self._generate, at_hand=rows.are_at_hand),
             output,
             identity=self.identity,
             ordered=ordered,
@@ -224,8 +256,13 @@ class BatchGenerator(Fingerprinted):
             None if rows is None else map(self._request, rows),
         )
 
-    def _generate(self, rows: Iterable[tuple[int, Any]]) -> tuple[Iterator[RowResult], JobStatistics]:
-        """Return an iterator over the results of rows with their places, and what counts them."""
+    def _generate(self, rows: Iterable[tuple[int, Any]], at_hand: bool) -> tuple[Iterator[RowResult], JobStatistics]:
+        """Return an iterator over the results of rows with their places, and what counts them.
+
+        Args:
+            rows: The rows.
+            at_hand: Whether none of them has to be waited for, so that they can be encoded many at a time.
+        """
         self.statistics = JobStatistics()
         engine = BatchEngine(
             self._model,
@@ -237,12 +274,22 @@ class BatchGenerator(Fingerprinted):
             self._refill,
             self.statistics,
         )
-        return self._results(engine, rows), self.statistics
+        return self._results(engine, rows, min(ENCODED_TOGETHER, self._batch_size) if at_hand else 1), self.statistics
 
-    def _results(self, engine: BatchEngine, rows: Iterable[tuple[int, Any]]) -> Iterator[RowResult]:
-        requests = prefetched(rows, self._request, AHEAD * self._batch_size)
-        for text in engine.texts(requests):
+    def _results(self, engine: BatchEngine, rows: Iterable[tuple[int, Any]], together: int) -> Iterator[RowResult]:
+        ahead = max(AHEAD * self._batch_size // together, 1)
+        requests = chain.from_iterable(prefetched(in_groups(rows, together), self._builder.build_all, ahead))
+        first_tokens = FirstTokens()
+        for text in engine.texts(first_tokens.watched(requests)):
+            self._warn_of_empty_texts(first_tokens.after(text))
             yield self._result(text)
+        self._warn_of_empty_texts(first_tokens.at_the_end())
+
+    def _warn_of_empty_texts(self, complaint: str | None) -> None:
+        if complaint is None or not getattr(self._tokenizer, "chat_template", None) or self._warned_of_empty_texts:
+            return
+        self._warned_of_empty_texts = True
+        warnings.warn(complaint, EmptyTextsWarning, stacklevel=2)
 
     def _request(self, row: tuple[int, Any]) -> Request | RejectedRow:
         return self._builder.build(*row)
@@ -255,24 +302,6 @@ class BatchGenerator(Fingerprinted):
         words = self._tokenizer.decode(text.tokens, skip_special_tokens=True)
         assert isinstance(words, str)
         return RowResult(text.request.index, words, text.tokens, text.finish_reason, None, text.statistics)
-
-
-def _rows(batch: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Turn columns into rows."""
-    columns = dict(batch.items())
-    single = [
-        name
-        for name, values in columns.items()
-        if isinstance(values, str) or not hasattr(values, "__len__") or (len(values) and isinstance(values[0], Mapping))
-    ]
-    if single:
-        msg = (
-            f"column {single[0]!r} holds one value and not a list of them. Call map with batched=True, and with a "
-            "batch_size of some times the generator's."
-        )
-        raise TypeError(msg)
-    count = len(next(iter(columns.values()), []))
-    return [{name: values[place] for name, values in columns.items()} for place in range(count)]
 
 
 def _in_order(results: Iterator[RowResult]) -> Iterator[RowResult]:

@@ -11,7 +11,7 @@ import io
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,12 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from pyarrow import csv
 
 from hf_dsde.argument_checks import check_choice
+from hf_dsde.batch.chat_prompts import TEMPLATE_COLUMNS
 
 STANDARD_INPUT = "-"
-ROW_OPTIONS = ("max_new_tokens", "stop_strings")
+PROMPT_COLUMNS = ("messages", "prompt", "text", "input_ids")
+"""Columns that are found without being named."""
+ROW_OPTIONS = ("max_new_tokens", "stop_strings", *TEMPLATE_COLUMNS)
 """Columns beside the prompt that change how a single row is generated."""
 _COMPANIONS = (*ROW_OPTIONS, "attention_mask")
 _BATCH_ROWS = 256
@@ -87,6 +90,36 @@ def read_rows(
         f"The input {str(path)!r} has the suffix {path.suffix!r}, but one of {', '.join(readers)} is needed. "
         "Convert it, or pass its lines through standard input ('-')."
     )
+
+
+def columns_read(names: Sequence[str], column: str | None) -> list[str]:
+    """Those of a table's columns that make requests: prompts, and what else rows may have of their own.
+
+    Args:
+        names: Names of the table's columns.
+        column: The column that holds the prompts; None for the known ones.
+    """
+    prompts = PROMPT_COLUMNS if column is None else (column,)
+    return [name for name in names if name in prompts or name in _COMPANIONS]
+
+
+def check_columns(table: str, names: Sequence[str], column: str | None) -> None:
+    """Refuse a table in which no column can hold prompts.
+
+    Args:
+        table: What the table is called in the message.
+        names: Names of its columns.
+        column: The column that holds the prompts; None for the known ones.
+
+    Raises:
+        ValueError: There is no such column.
+    """
+    present = f"Its columns are: {', '.join(names)}"
+    if column is None and not set(PROMPT_COLUMNS) & set(names):
+        known = ", ".join(f"`{name}`" for name in PROMPT_COLUMNS)
+        raise ValueError(f"{table} has none of the columns {known}. {present}; pass `column` to name one of them.")
+    if column is not None and column not in names:
+        raise ValueError(f"{table} has no column `{column}`. {present}.")
 
 
 def input_identity(path: str | Path) -> dict[str, Any]:
@@ -167,22 +200,39 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Any]:
         file = pq.ParquetFile(path)
     except pa.ArrowInvalid as failure:
         raise ValueError(f"{str(path)!r} is no Parquet file ({failure}).") from failure
-    columns = _columns_to_read(path, file.schema_arrow.names, column)
+    schema = file.schema_arrow
+    check_columns(repr(str(path)), schema.names, column)
+    columns = schema.names if column is None else columns_read(schema.names, column)
+    in_json = [name for name in columns if _has_json(schema.field(name).type)]
 
     def rows() -> Iterator[Any]:
         with file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
-                yield from batch.to_pylist()
+                for row in batch.to_pylist():
+                    yield {**row, **{name: _from_json(row[name], schema.field(name).type) for name in in_json}}
 
     return rows()
 
 
-def _columns_to_read(path: Path, names: list[str], column: str | None) -> list[str]:
-    if column is None:
-        return names
-    if column not in names:
-        raise ValueError(f"{str(path)!r} has no column `{column}`. Its columns are: {', '.join(names)}.")
-    return [name for name in names if name == column or name in _COMPANIONS]
+def _has_json(kind: pa.DataType) -> bool:
+    return _is_json(kind) or any(_has_json(kind.field(place).type) for place in range(kind.num_fields))
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    return getattr(kind, "extension_name", None) == "arrow.json"
+
+
+def _from_json(value: Any, kind: pa.DataType) -> Any:
+    """The value with what JSON says in place of JSON, as Arrow keeps values of mixed types."""
+    if value is None:
+        return None
+    if _is_json(kind):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _from_json(value[field.name], field.type) for field in kind.fields}
+    if isinstance(value, list) and kind.num_fields == 1:
+        return [_from_json(part, kind.field(0).type) for part in value]
+    return value
 
 
 def _read_csv(path: Path, column: str | None) -> Iterator[Any]:
@@ -201,7 +251,8 @@ def _read_csv(path: Path, column: str | None) -> Iterator[Any]:
     try:
         with opened(csv.ConvertOptions(check_utf8=False)) as reader:
             names = reader.schema.names
-        columns = _columns_to_read(path, names, column)
+        check_columns(repr(str(path)), names, column)
+        columns = names if column is None else columns_read(names, column)
         # Guessed types would make numbers of prompts such as "42"; bytes leave bad UTF-8 to the row that has it.
         types = dict.fromkeys(columns, pa.binary())
         broken.clear()

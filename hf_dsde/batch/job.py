@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dsde.batch.input_rows import input_identity, read_rows
+from hf_dsde.batch.data_sets import read_only_what_counts
+from hf_dsde.batch.input_rows import STANDARD_INPUT, input_identity, read_rows
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.output import OutputFile, merge, open_output, remove_output
 from hf_dsde.batch.progress import JobProgress
@@ -57,12 +58,17 @@ class InputRows:
     Args:
         source: A `datasets.Dataset` or `IterableDataset`, a sequence or other iterable of rows, or the path of a file.
         column: The column that holds the prompts, if one was named.
+        paths: Whether a text is the path of a file, and not a sequence of rows.
+
+    Raises:
+        ValueError: A data set has no column that can hold prompts.
     """
 
-    def __init__(self, source: Any, column: str | None) -> None:
-        self._path = Path(source) if isinstance(source, (str, os.PathLike)) else None
+    def __init__(self, source: Any, column: str | None, *, paths: bool = True) -> None:
+        self._path = Path(source) if paths and isinstance(source, (str, os.PathLike)) else None
         self._source = source
         self._column = column
+        self._rows = read_only_what_counts(source, column)
 
     @property
     def count(self) -> int | None:
@@ -70,6 +76,20 @@ class InputRows:
         if self._path is not None or not hasattr(self._source, "__len__"):
             return None
         return len(self._source)
+
+    @property
+    def are_at_hand(self) -> bool:
+        """Whether reading a row takes no time to speak of, and waits for nobody."""
+        if self._path is not None:
+            return str(self._path) != STANDARD_INPUT
+        return isinstance(self._source, Sequence) or hasattr(self._source, "select_columns")
+
+    @property
+    def _has_places(self) -> bool:
+        """Whether `source[i]` is row i, rather than what has the label or the key i."""
+        if isinstance(self._source, Sequence) or hasattr(self._source, "select_columns"):
+            return hasattr(self._source, "__getitem__")
+        return hasattr(self._source, "__getitem__") and not hasattr(self._source, "__iter__")
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -90,12 +110,12 @@ class InputRows:
 
     def share(self, shard: int, shards: int, done: Collection[int]) -> Iterator[tuple[int, Any]]:
         """Yield every `shards`-th row from number `shard` on, with its place, unless it is done."""
-        if self.count is not None and hasattr(self._source, "__getitem__"):
+        if self.count is not None and self._has_places:
             for index in range(shard, self.count, shards):
                 if index not in done:
-                    yield index, self._source[index]
+                    yield index, self._rows[index]
             return
-        rows = self._source if self._path is None else read_rows(self._path, self._column)
+        rows = self._rows if self._path is None else read_rows(self._path, self._column)
         for index, row in enumerate(rows):
             if index % shards == shard and index not in done:
                 yield index, row

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hf_dsde.batch.results import RowStatistics
-from hf_dsde.counts import RecordedRound, ratio, settle, sum_rows
+from hf_dsde.counts import RecordedRound, ratio, settle
 from hf_dsde.policies.base import PhaseTimes
+
+_COUNTED = 4
+"""Per row and round: whether it was active, and tokens drafted, accepted and emitted."""
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass
@@ -80,7 +88,9 @@ class JobStatistics:
 
 
 class RowCounter:
-    """Records rounds for a loop whose rows come and go: sums for the job, rounds for the texts that are under way.
+    """Records rounds for a loop whose rows come and go: sums for the job, and for the texts that are under way.
+
+    A round costs a few operations on arrays, however many rows there are: the models wait for it.
 
     Args:
         rows: Rows of the batch.
@@ -90,25 +100,44 @@ class RowCounter:
     def __init__(self, rows: int, job: JobStatistics) -> None:
         self._rows = rows
         self._job = job
-        self._rounds: list[list[RecordedRound]] = [[] for _ in range(rows)]
+        self._sums = np.zeros((_COUNTED, rows), dtype=np.int64)
+        # A text may turn out to have ended some rounds ago, so that rounds are kept while their texts are under way.
+        self._recent: deque[tuple[NDArray[np.int64], int, int, PhaseTimes]] = deque()
+        self._recorded = 0
+        self._first = np.zeros(rows, dtype=np.int64)
         self._begun = [time.perf_counter()] * rows
 
     def begin(self, row: int) -> None:
         """Let a row begin another text."""
-        self._rounds[row] = []
+        self._sums[:, row] = 0
+        self._first[row] = self._recorded
         self._begun[row] = time.perf_counter()
 
     def end(self, row: int, prompt_tokens: int, new_tokens: int) -> RowStatistics:
         """Return what a row's text has cost, and forget its rounds."""
-        left = [new_tokens]
-        counts = sum_rows([settle(entry, 0, left) for entry in self._rounds[row]])
-        self._rounds[row] = []
+        rounds, drafted, accepted, emitted = self._sums[:, row].tolist()
+        for counts, draft_steps, pass_width, times in reversed(self._recent):
+            active, *own = counts[:, row].tolist()
+            if not active:
+                continue
+            # Without this round; then with what of it is part of the text.
+            rounds, drafted, accepted, emitted = rounds - 1, drafted - own[0], accepted - min(own[1:]), emitted - own[2]
+            left = new_tokens - emitted
+            if left > 0:
+                entry = RecordedRound((own[0],), (own[1],), (own[2],), (True,), draft_steps, pass_width, 1, times)
+                last = settle(entry, 0, [left])
+                rounds, drafted, accepted = rounds + 1, drafted + last.drafted, accepted + last.accepted
+                break
+            if not rounds:
+                break
+        self._sums[:, row] = 0
+        self._first[row] = _NEVER
         return RowStatistics(
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
-            rounds=counts.rounds,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
+            rounds=rounds,
+            drafted=drafted,
+            accepted=accepted,
             seconds=time.perf_counter() - self._begun[row],
         )
 
@@ -130,14 +159,20 @@ class RowCounter:
     ) -> None:
         """As for any recorder."""
         job = self._job
+        counts = np.array((active, drafted, accepted, emitted), dtype=np.int64)
+        counts *= counts[0]
+        running = int(counts[0].sum())
         job.rounds += 1
-        job.row_rounds += sum(active)
-        job.idle_row_rounds += self._rows - sum(active)
+        job.row_rounds += running
+        job.idle_row_rounds += self._rows - running
         job.draft_steps += draft_steps
         job.draft_seconds += times.draft
         job.verify_seconds += times.verify
         job.bookkeeping_seconds += times.bookkeeping
-        for row, is_active in enumerate(active):
-            if is_active:
-                own = ((drafted[row],), (accepted[row],), (emitted[row],), (True,))
-                self._rounds[row].append(RecordedRound(*own, draft_steps, pass_width, 1, times))
+        self._sums += counts
+        self._sums[2] -= np.maximum(counts[2] - counts[3], 0)  # accepted, but cut off by the end of the text
+        self._recent.append((counts, draft_steps, pass_width, times))
+        self._recorded += 1
+        needed = self._recorded - int(self._first.min())
+        while len(self._recent) > max(needed, 0):
+            self._recent.popleft()

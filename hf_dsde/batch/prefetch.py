@@ -30,6 +30,23 @@ class _Failed:
 _END = object()
 
 
+def in_groups(source: Iterable[T], size: int) -> Iterator[list[T]]:
+    """What a source gives, `size` items at a time; an error comes after the items that came before it."""
+    group: list[T] = []
+    try:
+        for item in source:
+            group.append(item)
+            if len(group) == size:
+                yield group
+                group = []
+    except Exception:
+        if group:
+            yield group
+        raise
+    if group:
+        yield group
+
+
 def prefetched(source: Iterable[T], build: Callable[[T], R], ahead: int) -> Iterator[R]:
     """What `build` makes of each item of the source, in its order, up to `ahead` of them made in advance.
 

@@ -77,7 +77,7 @@ def test_a_job_is_written_and_not_done_again(prompts, tmp_path, expected):
     assert result.exit_code == 0, result.output
     assert f"5 rows finished; results in {output}" in result.stdout
     assert "policy 'static'" in result.stdout
-    assert [r.text for r in read_results(output)] == expected["raw"]
+    assert [r.text for r in read_results(output)] == expected["asked"]
     again = run(*arguments)
     assert again.exit_code == 0, again.output
     assert "0 rows finished, 5 were finished before" in again.stdout
@@ -104,7 +104,7 @@ def test_an_interrupted_job_says_how_to_go_on_and_goes_on(prompts, tmp_path, exp
     assert len(list(read_results(output))) == 3
     again = run(*arguments)
     assert "2 rows finished, 3 were finished before" in again.stdout
-    assert [r.text for r in read_results(output)] == expected["raw"]
+    assert [r.text for r in read_results(output)] == expected["asked"]
 
 
 def test_an_interrupted_new_start_goes_on_without_starting_anew_once_more(prompts, tmp_path, monkeypatch):
@@ -119,12 +119,14 @@ def test_an_interrupted_new_start_goes_on_without_starting_anew_once_more(prompt
 def test_a_job_of_other_settings_is_refused_until_it_may_be_overwritten(prompts, tmp_path):
     output = tmp_path / "out.jsonl"
     assert run(prompts, "--output", output).exit_code == 0
-    for changed in (("--stop", "b"), ("--chat",), ("--temperature", "1"), ("--policy", "heuristic")):
+    for changed in (("--stop", "b"), ("--no-chat",), ("--temperature", "1"), ("--policy", "heuristic")):
         refused = run(prompts, "--output", output, *changed)
         assert refused.exit_code == 2, changed
         assert "another" in refused.output
+    assert "chat" in run(prompts, "--output", output, "--no-chat").output
+    assert "0 rows finished" in run(prompts, "--output", output, "--chat").stdout
     before = output.read_bytes()
-    replaced = run(prompts, "--output", output, "--chat", "--overwrite")
+    replaced = run(prompts, "--output", output, "--no-chat", "--overwrite")
     assert replaced.exit_code == 0, replaced.output
     assert output.read_bytes() != before
 
@@ -153,14 +155,14 @@ def test_a_pipe_gets_json_lines_and_nothing_else(expected):
     result = run("-", "--lines", "text", "--ordered", given="\n".join(PROMPTS) + "\n")
     assert result.exit_code == 0, result.output
     rows = lines_of(result)
-    assert [row["text"] for row in rows] == expected["raw"]
+    assert [row["text"] for row in rows] == expected["asked"]
     assert [row["index"] for row in rows] == list(range(5))
     assert "new tokens per second" in result.stderr
 
 
 def test_standard_input_is_json_lines_unless_said_otherwise(expected):
     given = "".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS)
-    assert [row["text"] for row in lines_of(run("-", "--ordered", given=given))] == expected["raw"]
+    assert [row["text"] for row in lines_of(run("-", "--ordered", given=given))] == expected["asked"]
 
 
 def test_a_job_from_standard_input_knows_its_prompts_again(tmp_path):
@@ -172,19 +174,48 @@ def test_a_job_from_standard_input_knows_its_prompts_again(tmp_path):
     assert "another" in other.output
 
 
-def test_prompts_of_the_command_line_are_asked_and_those_of_files_are_not(prompts, expected):
+NOTE = "Prompts of plain text go into the model's chat template"
+
+
+def test_plain_text_from_anywhere_is_asked_unless_it_is_to_stay_as_it_is(prompts, tmp_path, expected):
     repeated = [part for text in PROMPTS for part in ("--prompt", text)]
-    for arguments, kind in (
-        (repeated, "asked"),
-        ([*repeated, "--no-chat"], "raw"),
-        ([prompts], "raw"),
-        ([prompts, "--chat"], "asked"),
-    ):
-        assert [row["text"] for row in lines_of(run(*arguments, "--ordered"))] == expected[kind]
+    table, question = tmp_path / "prompts.csv", tmp_path / "questions.jsonl"
+    table.write_text("text\n" + "\n".join(PROMPTS) + "\n", encoding="utf-8")
+    question.write_text("".join(json.dumps({"q": text}) + "\n" for text in PROMPTS), encoding="utf-8")
     given = "\n".join(PROMPTS)
-    assert [r["text"] for r in lines_of(run("-", "--lines", "text", "--chat", "--ordered", given=given))] == (
-        expected["asked"]
-    )
+    for arguments in (repeated, [prompts], [table], [question, "--column", "q"], ["-", "--lines", "text"]):
+        asked = run(*arguments, "--ordered", given=given)
+        assert [row["text"] for row in lines_of(asked)] == expected["asked"], arguments
+        assert asked.stderr.count(NOTE) == 1
+        assert NOTE not in asked.stdout
+    for option, kind in (("--no-chat", "raw"), ("--chat", "asked")):
+        chosen = run(question, "--column", "q", option, "--ordered")
+        assert [row["text"] for row in lines_of(chosen)] == expected[kind], option
+        assert NOTE not in chosen.output
+
+
+def test_messages_and_token_ids_are_the_same_with_and_without_chat(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"messages": [{"role": "user", "content": "abc"}]}, {"input_ids": [3, 4]}, [5, 6]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    texts = [[row["text"] for row in lines_of(run(file, "--ordered", option))] for option in ("--chat", "--no-chat")]
+    assert texts[0] == texts[1]
+    assert all(texts[0])
+
+
+def test_without_a_template_plain_text_stays_plain_and_asking_is_refused(prompts, expected, monkeypatch):
+    def load(*arguments):
+        pair = tiny_pair(arguments[-2])
+        pair.tokenizer.chat_template = None
+        return pair
+
+    monkeypatch.setattr(pairs, "load_packaged_pair", load)
+    plain = run(prompts, "--ordered")
+    assert [row["text"] for row in lines_of(plain)] == expected["raw"]
+    assert NOTE not in plain.output
+    refused = run(prompts, "--chat")
+    assert refused.exit_code == 2
+    assert "no chat template" in refused.output
 
 
 def test_a_terminal_gets_texts_below_their_prompts_and_statistics(tmp_path, expected, monkeypatch):
@@ -197,7 +228,7 @@ def test_a_terminal_gets_texts_below_their_prompts_and_statistics(tmp_path, expe
     printed = result.stdout.splitlines()
     for index in (0, 1):
         place = next(i for i, line in enumerate(printed) if line.startswith(f"row {index}: {PROMPTS[index]} "))
-        assert printed[place + 1] == expected["raw"][index].strip()
+        assert printed[place + 1] == expected["asked"][index].strip()
     assert any(line.startswith("error: ") for line in printed)
     assert "acceptance rate" in result.stdout
     assert "1 row in error" in result.stdout
@@ -216,7 +247,7 @@ def test_rows_decide_for_themselves_and_stop_strings_end_texts(tmp_path, expecte
 
 
 def test_long_prompts_can_be_refused(prompts):
-    rows = lines_of(run(prompts, "--max-prompt-tokens", "3", "--ordered"))
+    rows = lines_of(run(prompts, "--max-prompt-tokens", "3", "--no-chat", "--ordered"))
     assert [row["error"] is None for row in rows] == [True, False, True, False, True]
 
 
@@ -323,7 +354,7 @@ def test_mistakes_in_the_input_are_found_before_the_models_are_loaded(tiny, tmp_
 
 @pytest.mark.slow
 def test_a_shell_pipes_prompts_through(tmp_path):
-    with _shell(tmp_path, "--column", "q", "--ordered") as process:
+    with _shell(tmp_path, "--column", "q", "--no-chat", "--ordered") as process:
         given = "".join(json.dumps({"q": text}) + "\n" for text in ["abc", "", "ß"])
         out, errors = process.communicate(given.encode(), timeout=120)
     assert process.returncode == 0, errors.decode()

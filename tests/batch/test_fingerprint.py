@@ -388,7 +388,7 @@ def test_a_generator_without_an_identity_cannot_be_made():
 
 
 def test_stand_ins_for_unreadable_weights_do_not_keep_models_alive(target):
-    from hf_dsde.batch.fingerprint import _unreadable
+    from hf_dsde.batch.weights_sample import _unreadable
 
     gc.collect()
     before = len(_unreadable)

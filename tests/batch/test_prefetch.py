@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from hf_dsde.batch.prefetch import prefetched
+from hf_dsde.batch.prefetch import in_groups, prefetched
 
 
 def _threads():
@@ -163,3 +163,22 @@ def test_a_result_that_was_handed_over_is_not_kept_while_the_next_is_waited_for(
 def test_the_number_in_advance_is_checked_at_the_call(ahead):
     with pytest.raises((TypeError, ValueError), match="`ahead`"):
         prefetched([], str, ahead)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 6, 7])
+def test_groups_hold_all_items_in_order_and_only_the_last_is_smaller(count):
+    groups = list(in_groups(range(count), 3))
+    assert [item for group in groups for item in group] == list(range(count))
+    assert all(len(group) == 3 for group in groups[:-1])
+    assert all(groups)
+
+
+def test_an_error_comes_after_the_group_of_the_items_before_it():
+    def source():
+        yield from (1, 2, 3, 4)
+        raise OSError("the disk is gone")
+
+    groups = in_groups(source(), 3)
+    assert [next(groups), next(groups)] == [[1, 2, 3], [4]]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(groups)
