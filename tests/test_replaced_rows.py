@@ -35,7 +35,7 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
     sequences = batch(LENGTHS)
     texts = [row[-n:].tolist() for row, n in zip(ragged_batch(LENGTHS)["input_ids"], LENGTHS, strict=True)]
     sequences.append(torch.full((3, 6), 7), torch.tensor(grown))
-    sequences.synchronise(list(grown))
+    sequences.synchronise(list(grown), torch.full((3, 6), 7))
     limits = [6, 6, 6]
     texts = [text + [7] * count for text, count in zip(texts, grown, strict=True)]
     generated = list(grown)

@@ -41,7 +41,7 @@ class ListModel:
         self.batch.append(padded, torch.tensor([len(block) for block in blocks]))
         for new, block in zip(self.generated, blocks, strict=True):
             new.extend(block)
-        self.batch.synchronise([len(new) for new in self.generated])
+        self.batch.synchronise([len(new) for new in self.generated], padded)
 
     def padded(self, row: list[int], width: int) -> list[int]:
         return [PAD] * (width - len(row)) + row

@@ -83,7 +83,7 @@ def test_stopping_agrees_with_a_plain_model_of_it(
         kept, ended = stopping.cut(block, torch.tensor(counts))
         assert all(0 <= keeps <= count for keeps, count in zip(kept.tolist(), counts, strict=True))
         sequences.append(block, kept)
-        sequences.synchronise(sequences.generated.tolist())
+        sequences.synchronise(sequences.generated.tolist(), block)
         stopping.advance(ended.tolist(), lambda step: None)
         for row in range(rows):
             assert promised[row] <= stopping.confirmed(row) <= expected[row], "promised a token that was not to be"
@@ -127,7 +127,7 @@ def test_time_never_takes_back_what_was_confirmed(eos: list[int]) -> None:
     for counts, time_is_up in (([3, 1], False), ([2, 1], True)):
         limit.max_time = -1.0 if time_is_up else 1e6
         sequences.append(torch.full((2, 3), 3), torch.tensor(counts))
-        sequences.synchronise(sequences.generated.tolist())
+        sequences.synchronise(sequences.generated.tolist(), torch.full((2, 3), 3))
         stopping.advance([False, False], lambda step: None)
         for row in range(2):
             assert stopping.confirmed(row) >= confirmed[row]
