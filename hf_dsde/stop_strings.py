@@ -1,93 +1,100 @@
-"""Stop strings, judged on the host for all new tokens of a round together.
+"""Stop strings, judged on the host: many tokens of many rows in less time than a device needs to be asked once.
 
-Whether a text ends in a stop string is what transformers' `StopStringCriteria` says. It looks at the last few tokens of
-each text alone, never across texts, so any number of prefixes can be put to it in one call, and on a CPU nobody waits.
-Most need not be put to it at all: a text can only end with a token in which an end of a stop string lies.
+What is judged is what transformers' `StopStringCriteria` judges, with its own tables: a text ends in a stop string if its
+last token holds an end of the string and the tokens before it continue the string to its beginning. The criterion works
+that out with tensors, some twenty operations for whatever it is shown; here the tokens are walked back one by one, which
+hardly ever goes further than the last.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 
-class NewTokens(NamedTuple):
-    """Tokens of a row that nobody has judged yet, in columns of a text `[rows, columns]`.
+class _Token(NamedTuple):
+    """What a token can be in the stop strings, in characters, or bytes, counted from a string's end.
 
     Attributes:
-        row: Which row.
-        shown_from: Where the text begins that the criterion is shown.
-        first: The first new token.
-        behind: The column behind the last one.
+        ends: Each string of which the token can be the end, and how much of it.
+        positions: For each string, how much of it may follow this token.
+        length: The token's own.
     """
 
-    row: int
-    shown_from: int
-    first: int
-    behind: int
+    ends: list[tuple[int, int]]
+    positions: list[frozenset[int]]
+    length: int
 
 
 class StopStrings:
-    """What a `StopStringCriteria` says, on the host.
+    """Says what a `StopStringCriteria` would say.
 
     Args:
         criterion: The criterion, which is left as it is.
+
+    Attributes:
+        reach: Tokens at the end of a text that count. What is before them makes no difference.
     """
 
     def __init__(self, criterion: StopStringCriteria) -> None:
-        # A call moves the tables to wherever the text is, so a text on the host has to come with tables of its own.
-        self._criterion = copy.copy(criterion)
-        self._criterion.embedding_vec = table = criterion.embedding_vec.cpu()
-        self._criterion.target_lens = criterion.target_lens.cpu()
-        # Its last entry stands for tokens that the tokenizer does not know: they are part of no stop string.
-        self._unknown = len(table) - 1
-        self._width = max(criterion.maximum_token_len, 1)
-        overlaps = table[:, criterion.max_valid_positions * criterion.num_stop_strings : -1]
-        self._can_end = frozenset((overlaps > 0).any(dim=1).nonzero()[:, 0].tolist())
-        self._ends_anywhere = bool((self._criterion.target_lens <= 0).any())
+        self.reach: int = max(criterion.maximum_token_len, 1)
+        self._table = criterion.embedding_vec.cpu().numpy()
+        self._positions: int = criterion.max_valid_positions
+        self._overlaps: int = criterion.max_valid_end_lens
+        self._lengths: list[int] = criterion.target_lens.tolist()
+        self._tokens: dict[int, _Token] = {}
 
     @staticmethod
     def of(criterion: StopStringCriteria) -> StopStrings:
-        """Return the one of a criterion, which texts of a job share."""
+        """Return the one of a criterion, which the texts of a job share."""
         known = _KNOWN.get(criterion)
         if known is None:
             known = _KNOWN[criterion] = StopStrings(criterion)
         return known
 
-    def first_ends(self, text: Tensor, spans: Iterable[NewTokens]) -> dict[int, int]:
-        """Return the column of the first new token of each row with which its text ends in a stop string.
+    def first_end(self, text: Sequence[int], first: int) -> int | None:
+        """Return the first place from `first` on at which a text ends in a stop string if it ends there.
 
         Args:
-            text: `[rows, columns]`, int64, on the host.
-            spans: What to judge.
-
-        Returns:
-            Row to column; rows that no stop string ends are left out.
+            text: Tokens: all of them, or `reach - 1` and more before `first`.
+            first: The first place in question.
         """
-        places = list(self._possible_ends(text, spans))
-        if not places:
-            return {}
-        rows, shown_from, last = torch.tensor(places).T[:, :, None]
-        columns = last + torch.arange(1 - self._width, 1)
-        windows = text[rows, columns.clamp_min(0)].masked_fill_(columns < shown_from, self._unknown)
-        ends: dict[int, int] = {}
-        for (row, _, column), stops in zip(places, self._criterion(windows, None).tolist(), strict=True):
-            if stops:
-                ends.setdefault(row, column)
-        return ends
+        for place in range(first, len(text)):
+            ends = self._token(text[place]).ends
+            if any(self._is_whole(text, place, string, overlap) for string, overlap in ends):
+                return place
+        return None
 
-    def _possible_ends(self, text: Tensor, spans: Iterable[NewTokens]) -> Iterator[tuple[int, int, int]]:
-        """Yield row, first column to show, and column of each new token with which a text may end."""
-        for row, shown_from, first, behind in spans:
-            for column, token in enumerate(text[row, first:behind].tolist(), first):
-                if token in self._can_end or self._ends_anywhere:
-                    yield row, shown_from, column
+    def _is_whole(self, text: Sequence[int], place: int, string: int, matched: int) -> bool:
+        """Say whether the tokens before a place continue a string of which `matched` are at that place."""
+        for before in range(place - 1, max(place - self.reach, -1), -1):
+            if matched >= self._lengths[string]:
+                break
+            token = self._token(text[before])
+            if matched not in token.positions[string]:
+                return False
+            matched += token.length
+        return matched >= self._lengths[string]
+
+    def _token(self, token: int) -> _Token:
+        known = self._tokens.get(token)
+        if known is None:
+            known = self._tokens[token] = self._read(token)
+        return known
+
+    def _read(self, token: int) -> _Token:
+        """Take a token's entry apart: all positions, all overlaps, its length, filled up with -1."""
+        # The last entry stands for all tokens that the tokenizer does not know.
+        *entry, length = self._table[min(token, len(self._table) - 1)].tolist()
+        strings = range(len(self._lengths))
+        positions = [entry[self._positions * string :][: self._positions] for string in strings]
+        overlaps = [entry[self._positions * len(strings) + self._overlaps * string :][: self._overlaps] for string in strings]
+        # Every text ends in an empty string.
+        ends = [(i, overlap) for i in strings for overlap in overlaps[i] if overlap > 0 or not self._lengths[i]]
+        return _Token(ends, [frozenset(places) for places in positions], length)
 
 
 _KNOWN: WeakKeyDictionary[StopStringCriteria, StopStrings] = WeakKeyDictionary()

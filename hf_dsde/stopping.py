@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
 from hf_dsde.sequences import SequenceBatch
-from hf_dsde.stop_strings import NewTokens, StopStrings, without_stop_strings
+from hf_dsde.stop_strings import without_stop_strings
 
 StepScores = Callable[[int], "tuple[Tensor, ...] | None"]
 """Returns the scores of the first n steps as `generate` would have collected them, None when it collects none."""
@@ -135,19 +135,18 @@ class Stopping:
     def _stop_string_ends(self) -> dict[int, int]:
         """Return the step at which a stop string ends each row that had not ended, if one does by now."""
         sequences, begin = self._sequences, self._sequences.prompt_width
-        new: dict[StopStrings, list[NewTokens]] = {}
+        tokens = sequences.host_tokens.numpy()
+        ends: dict[int, int] = {}
         for row, strings in enumerate(self._strings):
             if strings and self.ends[row] is None:
-                count = sequences.generated_counts[row]
-                span = NewTokens(row, self._shown_from(row), begin + self._judged[row], begin + count)
-                self._judged[row] = count
-                for one in strings:
-                    new.setdefault(one, []).append(span)
-        ends: dict[int, int] = {}
-        for one, spans in new.items():
-            for row, column in one.first_ends(sequences.host_tokens, spans).items():
-                ends[row] = min(ends.get(row, column), column)
-        return {row: column - begin + 1 for row, column in ends.items()}
+                new, self._judged[row] = self._judged[row], sequences.generated_counts[row]
+                start = max(begin + new - max(one.reach for one in strings), self._shown_from(row))
+                text = tokens[row, start : begin + self._judged[row]].tolist()
+                found = [one.first_end(text, begin + new - start) for one in strings]
+                step = min((place for place in found if place is not None), default=None)
+                if step is not None:
+                    ends[row] = start + step - begin + 1
+        return ends
 
     def _shown_from(self, row: int) -> int:  # noqa: ARG002 - a batch is shown as a whole
         """Return the first column of a row that criteria are shown: padding in front is part of the batch."""
