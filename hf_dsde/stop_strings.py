@@ -89,12 +89,13 @@ class StopStrings:
         """Take a token's entry apart: all positions, all overlaps, its length, filled up with -1."""
         # The last entry stands for all tokens that the tokenizer does not know.
         *entry, length = self._table[min(token, len(self._table) - 1)].tolist()
-        strings = range(len(self._lengths))
-        positions = [entry[self._positions * string :][: self._positions] for string in strings]
-        overlaps = [entry[self._positions * len(strings) + self._overlaps * string :][: self._overlaps] for string in strings]
-        # Every text ends in an empty string.
-        ends = [(i, overlap) for i in strings for overlap in overlaps[i] if overlap > 0 or not self._lengths[i]]
-        return _Token(ends, [frozenset(places) for places in positions], length)
+        ends, positions = [], []
+        for string, whole in enumerate(self._lengths):
+            positions.append(frozenset(entry[self._positions * string :][: self._positions]))
+            overlaps = entry[self._positions * len(self._lengths) + self._overlaps * string :][: self._overlaps]
+            # Every text ends in an empty string.
+            ends += [(string, overlap) for overlap in overlaps if overlap > 0] if whole else [(string, 0)]
+        return _Token(ends, positions, length)
 
 
 _KNOWN: WeakKeyDictionary[StopStringCriteria, StopStrings] = WeakKeyDictionary()
