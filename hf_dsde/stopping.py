@@ -138,8 +138,8 @@ class Stopping:
         tokens = sequences.host_tokens.numpy()
         ends: dict[int, int] = {}
         for row, strings in enumerate(self._strings):
+            new, self._judged[row] = self._judged[row], sequences.generated_counts[row]
             if strings and self.ends[row] is None:
-                new, self._judged[row] = self._judged[row], sequences.generated_counts[row]
                 start = max(begin + new - max(one.reach for one in strings), self._shown_from(row))
                 text = tokens[row, start : begin + self._judged[row]].tolist()
                 found = [one.first_end(text, begin + new - start) for one in strings]

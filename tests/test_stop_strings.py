@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_text import tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, StoppingCriteriaList, StopStringCriteria
+from tiny_text import spelling_tokenizer, tiny_tokenizer
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from hf_dsde.stop_strings import StopStrings, without_stop_strings
 
-
-
-def tokenizer_of(tokens: Sequence[str], decoder: Any, *, holes: int = 0) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of these tokens behind the letters that the criterion needs, the last after unused numbers."""
-    numbers = {token: index for index, token in enumerate(dict.fromkeys([*"abcdef", *tokens]))}
-    last = next(reversed(numbers))
-    numbers[last] += holes
-    core = Tokenizer(models.BPE(vocab=numbers, merges=[]))
-    core.decoder = decoder
-    return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
 def plain_ends(criterion: StopStringCriteria, text: Sequence[int], first: int) -> list[bool]:
@@ -57,8 +45,8 @@ def test_ends_are_those_of_the_criterion(
     vocabulary: list[str], stops: list[str], text: list[int], holes: int, first: int
 ) -> None:
     """Whatever the tokens are: some lie across an end, some are of no string, some the tokenizer does not know."""
-    vocabulary = [*vocabulary, "\n"]  # a string that no token can end is refused
-    criterion = StopStringCriteria(tokenizer_of(vocabulary, decoders.Fuse(), holes=holes), stops)
+    # A string that no token can end is refused.
+    criterion = StopStringCriteria(spelling_tokenizer(*vocabulary, "\n", holes=holes), stops)
     strings = StopStrings(criterion)
     first = min(first, len(text) - 1)
     expected = plain_ends(criterion, text, first)
@@ -77,16 +65,16 @@ def test_ends_are_those_of_the_criterion(
 def test_characters_of_several_bytes_and_half_ones(bytes_are: str, text: list[int], stops: list[str]) -> None:
     if bytes_are == "byte level":
         tokens = ["Ċ", "Ġ", "Ã", "©", "Ã©", "ĊĊ", "aĊ", "Ġa", "aÃ"]
-        tokenizer = tokenizer_of(tokens, decoders.ByteLevel())
+        tokenizer = spelling_tokenizer(*tokens, decoder="ByteLevel")
     else:
         tokens = ["\n", " ", "<0xC3>", "<0xA9>", "é", "\n\n", "a\n", " a"]
-        tokenizer = tokenizer_of(tokens, decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
+        tokenizer = spelling_tokenizer(*tokens, decoder="ByteFallback")
     criterion = StopStringCriteria(tokenizer, stops)
     assert own_ends(StopStrings(criterion), text, 0) == plain_ends(criterion, text, 0)
 
 
 def test_a_string_may_need_many_tokens_and_end_inside_one() -> None:
-    tokenizer = tokenizer_of(["Question", ":\n", "Qu", "e", "st", "ion", "x"], decoders.Fuse())
+    tokenizer = spelling_tokenizer("Question", ":\n", "Qu", "st", "ion", "x")
     number = tokenizer.get_vocab()
     strings = StopStrings(StopStringCriteria(tokenizer, ["Question:", "nobody says this a"]))
     whole = [number[token] for token in ("x", "Qu", "e", "st", "ion", ":\n")]

@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import PAD
+from tiny_text import spelling_tokenizer
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
@@ -56,16 +58,28 @@ def batch_of(prompt: list[int], limit: int) -> SequenceBatch:
     return SequenceBatch(ids, torch.ones_like(ids), max_new_tokens=limit, scratch=8, pad_token=PAD)
 
 
+TOKENIZER = spelling_tokenizer("ab", "bc", "ca", "aa")
+"""Of ten tokens, of which the first is taken for padding."""
+
+
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), rows=st.integers(1, 4), limit=st.integers(1, 14), with_criteria=st.booleans())
+@given(
+    data=st.data(),
+    rows=st.integers(1, 4),
+    limit=st.integers(1, 14),
+    with_criteria=st.booleans(),
+    stop_strings=st.lists(st.text("abc", min_size=1, max_size=4), max_size=2),
+)
 def test_stopping_agrees_with_a_plain_model_of_it(
-    data: st.DataObject, rows: int, limit: int, with_criteria: bool
+    data: st.DataObject, rows: int, limit: int, with_criteria: bool, stop_strings: list[str]
 ) -> None:
     token = st.integers(1, 9)
     texts = data.draw(st.lists(st.lists(token, min_size=limit, max_size=limit), min_size=rows, max_size=rows))
     prompt = data.draw(st.lists(token, min_size=rows, max_size=rows))
     eos = data.draw(st.lists(token, max_size=2))
-    users = [RowSays()] if with_criteria else []
+    users: list[StoppingCriteria] = [RowSays()] if with_criteria else []
+    if stop_strings:
+        users.insert(data.draw(st.integers(0, len(users))), StopStringCriteria(TOKENIZER, stop_strings))
     expected = plain_lengths(texts, prompt, eos, users)
 
     sequences = batch_of(prompt, limit)
