@@ -1,9 +1,9 @@
 """Stop strings, judged on the host: many tokens of many rows in less time than a device needs to be asked once.
 
-What is judged is what transformers' `StopStringCriteria` judges, with its own tables: a text ends in a stop string if its
-last token holds an end of the string and the tokens before it continue the string to its beginning. The criterion works
-that out with tensors, some twenty operations for whatever it is shown; here the tokens are walked back one by one, which
-hardly ever goes further than the last.
+What is judged is what transformers' `StopStringCriteria` judges, with its own tables: a text ends in a stop string if
+its last token holds an end of the string and the tokens before it continue the string to its beginning. The criterion
+works that out with tensors, some twenty operations whatever it is shown; here the tokens are walked back one by one,
+which hardly ever goes further than the last.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Hands tokens to a streamer as soon as it is certain that they belong to the output, out of the host's copy of the text:
-nobody waits for the device."""
+"""Hands tokens to a streamer as soon as it is certain that they belong to the output.
+
+They are taken from the host's copy of the text, so that nobody waits for the device.
+"""
 
 from __future__ import annotations
 

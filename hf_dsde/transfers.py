@@ -39,7 +39,10 @@ class Download:
             self._event.record(torch.cuda.current_stream(joined.device))
 
     def wait(self) -> tuple[list[list[int]], Tensor]:
-        """Return the vectors' values, and the block on the host. What was put into the stream later is not waited for."""
+        """Return the vectors' values, and the block on the host.
+
+        What was put into the device's stream later is not waited for.
+        """
         if self._event is not None:
             self._event.synchronize()
         on_host = self._copy.cpu()

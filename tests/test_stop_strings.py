@@ -14,7 +14,6 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 from hf_dsde.stop_strings import StopStrings, without_stop_strings
 
 
-
 def plain_ends(criterion: StopStringCriteria, text: Sequence[int], first: int) -> list[bool]:
     """What the criterion says of a text alone at each of its places from `first` on."""
     return [bool(criterion(torch.tensor([text[: place + 1]]), None)) for place in range(first, len(text))]
@@ -85,6 +84,16 @@ def test_a_string_may_need_many_tokens_and_end_inside_one() -> None:
     assert strings.first_end([number["Question"], number[":\n"]], 0) == 1
 
 
+def test_tokens_without_text_lead_no_further_back_than_the_criterion_looks() -> None:
+    tokenizer = spelling_tokenizer("x", "ax", decoder="WithoutX")
+    criterion = StopStringCriteria(tokenizer, ["abc"])
+    strings = StopStrings(criterion)
+    a, b, c, x = (tokenizer.get_vocab()[token] for token in "abcx")
+    for text, end in (([a, b, c], 2), ([a, x, b, c], None), ([c, x], None), ([x, a, b, c], 3)):
+        assert strings.first_end(text, 0) == end
+        assert own_ends(strings, text, 0) == plain_ends(criterion, text, 0)
+
+
 def test_every_text_ends_in_an_empty_string() -> None:
     criterion = StopStringCriteria(tiny_tokenizer(), ["", "Gh"])
     text = [3, 95, 200, 4]
@@ -93,7 +102,9 @@ def test_every_text_ends_in_an_empty_string() -> None:
 
 def test_a_criterion_is_left_as_it_is() -> None:
     criterion = StopStringCriteria(tiny_tokenizer(), ["Gh", "iJ"])
-    before = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(criterion).items()}
+    before = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(criterion).items()
+    }
     strings = StopStrings.of(criterion)
     strings.first_end(list(range(96)), 0)
     assert StopStrings.of(criterion) is strings, "one is enough"

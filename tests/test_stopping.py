@@ -149,6 +149,21 @@ def test_time_never_takes_back_what_was_confirmed(eos: list[int]) -> None:
     assert stopping.final_lengths() == confirmed
 
 
+def test_what_ran_ahead_of_a_row_that_may_stop_is_not_confirmed_where_rows_go_on_together() -> None:
+    """Without padding the first row goes on after its stop string, for as long as the second has none."""
+    sequences = batch_of([3, 3], limit=9)
+    stopping = Stopping(StoppingCriteriaList([StopStringCriteria(TOKENIZER, "bc")]), sequences)
+    blocks = ([[1, 2, 4, 4, 4], [1, 0, 0, 0, 0]], [[4, 4, 4, 4, 4], [5, 1, 2, 0, 0]])
+    seen = []
+    for block, counts in zip(blocks, ([5, 1], [1, 4]), strict=True):
+        sequences.append(torch.tensor(block), torch.tensor(counts))
+        sequences.synchronise(sequences.generated.tolist(), torch.tensor(block))
+        stopping.advance([False, False], lambda step: None)
+        seen.append([stopping.confirmed(row) for row in range(2)])
+    assert seen == [[1, 1], [4, 4]]
+    assert stopping.final_lengths() == [4, 4]
+
+
 def test_the_strictest_length_limit_counts() -> None:
     limits = StoppingCriteriaList([MaxLengthCriteria(9), MaxLengthCriteria(7)])
     assert length_limit(limits, 20) == 7

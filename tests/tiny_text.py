@@ -40,14 +40,20 @@ def spelling_tokenizer(*tokens: str, decoder: str = "Fuse", holes: int = 0) -> P
 
     Args:
         tokens: As they stand in the vocabulary.
-        decoder: `Fuse`, `ByteLevel`, or `ByteFallback`: what becomes of them in a text.
+        decoder: `Fuse`, `ByteLevel`, or `ByteFallback`: what becomes of them in a text. Of `WithoutX` no x is left, so
+            that a token may be empty.
         holes: How many numbers are unused.
     """
     numbers = {token: index for index, token in enumerate(dict.fromkeys([*"abcdef", *tokens]))}
     numbers[next(reversed(numbers))] += holes
     core = Tokenizer(models.BPE(vocab=numbers, merges=[]))
-    fallback = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    core.decoder = fallback if decoder == "ByteFallback" else getattr(decoders, decoder)()
+    known = {
+        "Fuse": decoders.Fuse(),
+        "ByteLevel": decoders.ByteLevel(),
+        "ByteFallback": decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
+        "WithoutX": decoders.Sequence([decoders.Replace("x", ""), decoders.Fuse()]),
+    }
+    core.decoder = known[decoder]
     return PreTrainedTokenizerFast(tokenizer_object=core)
 
 

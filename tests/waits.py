@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def noted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 class OnDevice(Tensor):
     """A tensor as if it lay on a device, like most of what is computed from it."""
 
-    looks: Counter[str] = Counter()
+    looks: ClassVar[Counter[str]] = Counter()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Each row of a job ends where its text alone would have ended, whatever the other rows do and whatever was there before."""
+"""Each row of a job ends where its text alone would have ended, whatever other rows do and whatever was there before."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_rows_end_as_their_texts_alone(data: st.DataObject, waiting: list[Text],
     while any(under_way):
         counts = [0 if text is None else data.draw(st.integers(1, WIDTH)) for text in under_way]
         block = torch.randint(0, 10, (rows, WIDTH), generator=torch.Generator().manual_seed(0))
-        for row, (text, count) in enumerate(zip(under_way, counts, strict=True)):
+        for row, text in enumerate(under_way):
             if text is not None:
-                counts[row] = count = min(count, text.limit - sequences.generated_counts[row])
                 start = sequences.generated_counts[row]
-                block[row, :count] = torch.tensor(text.endless[start : start + count])
+                counts[row] = min(counts[row], text.limit - start)
+                block[row, : counts[row]] = torch.tensor(text.endless[start : start + counts[row]])
         kept, ended = stopping.cut(block, torch.tensor(counts))
         sequences.append(block, kept)
         sequences.synchronise(sequences.generated.tolist(), block)
