@@ -89,7 +89,8 @@ class StopStrings:
         """Take a token's entry apart: all positions, all overlaps, its length, filled up with -1."""
         # The last entry stands for all tokens that the tokenizer does not know.
         *entry, length = self._table[min(token, len(self._table) - 1)].tolist()
-        ends, positions = [], []
+        ends: list[tuple[int, int]] = []
+        positions: list[frozenset[int]] = []
         for string, whole in enumerate(self._lengths):
             positions.append(frozenset(entry[self._positions * string :][: self._positions]))
             overlaps = entry[self._positions * len(self._lengths) + self._overlaps * string :][: self._overlaps]

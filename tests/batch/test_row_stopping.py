@@ -1,4 +1,4 @@
-"""Each row of a job ends where its text alone would have ended, whatever other rows do and whatever was there before."""
+"""Each row of a job ends where its text alone would have ended, whatever the others do and what was there before."""
 
 from __future__ import annotations
 
