@@ -136,8 +136,9 @@ def plain_with_stop_strings() -> tuple[torch.Tensor, list[str]]:
     text, ends = plain_and_ends()
     new = text[:, -NEW_TOKENS:].tolist()
     tokenizer = tiny_tokenizer()
-    before, last = tokenizer.convert_ids_to_tokens(new[3][14:16])
-    strings = [tokenizer.convert_ids_to_tokens(new[2][25]), before[-1] + last[0]]
+    longest, shorter = sorted(new, key=lambda row: row.count(0))[:2]
+    before, last = tokenizer.convert_ids_to_tokens(longest[24:26])
+    strings = [tokenizer.convert_ids_to_tokens(shorter[12]), before[-1] + last[0]]
     target, _ = pair()
     arguments = {"eos_token_id": ends, "pad_token_id": 0, "stop_strings": strings, "tokenizer": tokenizer}
     text = target.generate(**batch(), max_new_tokens=NEW_TOKENS, do_sample=False, **arguments)
