@@ -113,9 +113,10 @@ class SpeculativeLoop:
         """Whether one round of this call runs without drafts, so that its statistics can judge what drafting brings."""
         return self._config.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
 
-    def _probes(self, rounds: int) -> bool:
-        """Say whether the round that has `rounds` rounds before it measures a plain step."""
-        return self.probes_cost and rounds == COST_PROBE_ROUND
+    @property
+    def _probes_next(self) -> bool:
+        """Whether the round after those that have begun measures a plain step."""
+        return self.probes_cost and self._rounds == COST_PROBE_ROUND
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -169,6 +170,7 @@ class SpeculativeLoop:
         """Draft, verify, commit, observe; return what the next round shall draft."""
         self._prefill_draft(request, wait=False)
         self._clock.start(seamless=self._overlaps)
+        self._rounds += 1
         candidates = self._draft(request)
         self._clock.mark(again=self._plain.begun)
         passed = self._run_target(candidates, request)
@@ -191,14 +193,15 @@ class SpeculativeLoop:
                 self._plain.prepare(going_on, longest)
             self._side.fork()
         lengths = self._bounded(self._ask(done), going_on)
-        download = Download([self._sequences.generated, kept, ended, verified.accepted, candidates.lengths, lengths])
+        vectors = [self._sequences.generated, kept, ended, verified.accepted, candidates.lengths, lengths]
+        download = Download(vectors, new_tokens)
         try:
             if self._overlaps:
                 self._begin_next()
-            values = download.wait()
+            values, host_tokens = download.wait()
         finally:  # also when memory runs out: what the pass writes to is not free before it has ended
             self._side.join()
-        return self._request(lengths, self._settle(done, *values))
+        return self._request(lengths, self._settle(done, host_tokens, *values))
 
     def _draft(self, request: DraftRequest) -> CandidateBatch:
         """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
@@ -229,14 +232,14 @@ class SpeculativeLoop:
     def _expects_plain(self, rounds: int) -> bool:
         """Say whether the next round is likely to draft nothing: as many `rounds` before it did not, or it is known."""
         likely = self._plain_rounds >= rounds and self._postponed is None
-        return likely or self._probes(self._rounds + 1)
+        return likely or self._probes_next
 
     def _begin_next(self) -> None:
         """Let the device begin the next round's first pass, before the host knows how this round ended.
 
         Behind two rounds without drafts it is the target's. Should the policy now want drafts, they come a round later.
         """
-        if not self._probes(self._rounds + 1):
+        if not self._probes_next:
             self._drafter.begin(self._side)
         # Behind the last token that any row may emit, no pass is needed.
         if self._expects_plain(2) and min(self._sequences.generated_counts) + 1 < self._sequences.max_new_tokens:
@@ -261,6 +264,7 @@ class SpeculativeLoop:
     def _settle(
         self,
         done: FinishedRound,
+        new_tokens: Tensor,
         generated: list[int],
         emitted: list[int],
         ended: list[int],
@@ -274,7 +278,7 @@ class SpeculativeLoop:
             The next round's lengths, as they were given.
         """
         sequences, candidates = self._sequences, done.candidates
-        sequences.synchronise(generated)
+        sequences.synchronise(generated, new_tokens)
         self._drafter.observe(drafted, accepted)
         self._recording.add(done.scores, done.logits, emitted)
         self._stopping.advance([bool(end) for end in ended], self._recording.scores_until)
@@ -282,7 +286,6 @@ class SpeculativeLoop:
         if not self._overlaps:
             self._clock.mark()
         self._times = self._clock.read(self._policy.take_seconds())
-        self._rounds += 1
         self._note = partial(
             self._take_note,
             self._times,
@@ -343,7 +346,7 @@ class SpeculativeLoop:
         """
         going_on = [not finished for finished in self._stopping.finished()]
         self._drop_finished_rows(going_on)
-        probes = self._probes(self._rounds)
+        probes = self._probes_next
         self._postponed = lengths if self._plain.begun and not probes and any(length_counts) else None
         plain = probes or self._plain.begun
         counts = [0 if plain or not on else n for n, on in zip(length_counts, going_on, strict=True)]

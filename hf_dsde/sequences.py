@@ -6,6 +6,9 @@ generated tokens. A token's *position* counts from the row's first real token, i
 slice; what is rejected stays there, unreachable, until it is overwritten.
 
 A row's text may be exchanged for another (`replace_rows`): its prompt then ends where all prompts end.
+
+The host has a copy of the text in the same layout (`host_tokens`), which grows by what each round brings to the host
+anyway. Whoever looks at tokens on the host looks there, and nobody waits for the device.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class SequenceBatch:
     Attributes:
         generated: Tokens that each row emitted so far, `[rows]`, int64, on the device.
         generated_counts: The same on the host, as of the last `synchronise`.
+        host_tokens: The text on the host, `[rows, columns]`, int64, in the columns of the device's. Known up to
+            `prompt_width + generated_counts[row]`; anything after that.
         limits: Tokens that each row may emit, `[rows]`, int64; `max_new_tokens` unless `replace_rows` said otherwise.
 
     Raises:
@@ -46,20 +51,25 @@ class SequenceBatch:
         scratch: int,
         pad_token: int | None,
     ) -> None:
+        # Both at once: the host waits for the device once.
         mask = attention_mask.to(device=input_ids.device, dtype=torch.bool)
+        prompts, mask = torch.stack([input_ids, mask.to(input_ids.dtype)]).cpu()
+        mask = mask.bool()
         _check_padding(mask)
         self.rows, self.prompt_width = input_ids.shape
         self.max_new_tokens = max_new_tokens
         self._scratch = scratch
         self.device = input_ids.device
         self.pad_token = 0 if pad_token is None else pad_token
-        self.padding = (~mask).sum(dim=1)
         self.prompt_lengths: list[int] = mask.sum(dim=1).tolist()
+        self.padding = self.prompt_width - upload(self.prompt_lengths, self.device)
         self.generated = torch.zeros(self.rows, dtype=torch.long, device=self.device)
         self.generated_counts = [0] * self.rows
         self.limits = torch.full_like(self.generated, max_new_tokens)
         self.tokens = input_ids.new_full((self.rows, self.prompt_width + max_new_tokens + scratch), self.pad_token)
         self.tokens[:, : self.prompt_width] = input_ids
+        self.host_tokens = prompts.new_full(self.tokens.shape, self.pad_token)
+        self.host_tokens[:, : self.prompt_width] = prompts
 
     @property
     def lengths(self) -> Tensor:
@@ -76,8 +86,15 @@ class SequenceBatch:
         """Tokens each row may still emit, `[rows]`, int64."""
         return self.limits - self.generated
 
-    def synchronise(self, generated_counts: list[int]) -> None:
-        """Take over the host copy of `generated`, which the loop fetched."""
+    def synchronise(self, generated_counts: list[int], tokens: Tensor) -> None:
+        """Take over on the host what was appended since the last time, which the loop fetched.
+
+        Args:
+            generated_counts: The values of `generated`.
+            tokens: What `append` was given, `[rows, width]`, int64, on the host.
+        """
+        first = self.prompt_width + torch.tensor(self.generated_counts)[:, None]
+        self.host_tokens.scatter_(1, first + torch.arange(tokens.shape[1]), tokens)
         self.generated_counts = generated_counts
 
     def replace_rows(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
@@ -93,6 +110,7 @@ class SequenceBatch:
         padded = [[self.pad_token] * (self.prompt_width - len(prompt)) + list(prompt) for prompt in prompts]
         flat = upload([token for prompt in padded for token in prompt], self.device)
         self.tokens[:, : self.prompt_width].index_copy_(0, index, flat.view(len(rows), -1))
+        self.host_tokens[list(rows), : self.prompt_width] = torch.tensor(padded)
         lengths = list(map(len, prompts))
         self.padding = self.padding.index_copy(0, index, self.prompt_width - upload(lengths, self.device))
         self.generated = self.generated.index_fill(0, index, 0)
@@ -107,6 +125,7 @@ class SequenceBatch:
         if not in_front and not behind:
             return
         self.tokens = torch.nn.functional.pad(self.tokens, (in_front, behind), value=self.pad_token)
+        self.host_tokens = torch.nn.functional.pad(self.host_tokens, (in_front, behind), value=self.pad_token)
         self.padding = self.padding + in_front
         self.prompt_width += in_front
         self.max_new_tokens += behind

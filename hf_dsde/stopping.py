@@ -1,10 +1,11 @@
 """When a sequence ends, decided per accepted token as plain `generate` would decide it.
 
-End-of-sequence tokens and length limits are cut out of a block on the device. All other criteria (stop strings, a
-user's own) are functions of the batch at one step, so each step is put to them once every unfinished row has reached
-it: exactly the calls plain `generate` makes, also for criteria that look across rows or answer with a single bool. Rows
-that ran ahead in the meantime are cut back to where they should have ended, which costs nothing: the batch goes on for
-its slowest row anyway.
+End-of-sequence tokens and length limits are cut out of a block on the device. Stop strings look at each row by itself:
+they are judged on the host, for all tokens of a round together (`stop_strings`). All other criteria, a user's own, are
+functions of the batch at one step, so each step is put to them once every unfinished row has reached it: exactly the
+calls plain `generate` makes, also for criteria that look across rows or answer with a single bool. Rows that ran ahead
+in the meantime are cut back to where they should have ended, which costs nothing: the batch goes on for its slowest row
+anyway. These criteria are shown the device's text, and waiting for their answers is the user's choice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
 from hf_dsde.sequences import SequenceBatch
+from hf_dsde.stop_strings import without_stop_strings
 
 StepScores = Callable[[int], "tuple[Tensor, ...] | None"]
 """Returns the scores of the first n steps as `generate` would have collected them, None when it collects none."""
@@ -39,8 +41,11 @@ class Stopping:
         eos = [c.eos_token_id.to(sequences.device) for c in criteria if type(c) is EosTokenCriteria]
         self.eos_tokens: Tensor = torch.cat(eos) if eos else torch.empty(0, device=sequences.device).long()
         self._time_limits = [c for c in criteria if type(c) is MaxTimeCriteria]
-        stepwise = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)]
-        self._stepwise = StoppingCriteriaList(stepwise)
+        others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)]
+        strings, self._stepwise = without_stop_strings(others)
+        self._strings = [strings] * sequences.rows
+        self._judged = [0] * sequences.rows
+        self._ends_early = bool(strings or self._time_limits)
         # Plain `generate` pads ended rows only when it knows an end-of-sequence token, and lets them go on otherwise.
         self.pads_ended_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.ends: list[int | None] = [None] * sequences.rows
@@ -72,10 +77,11 @@ class Stopping:
             scores: Access to the scores that criteria may ask for.
         """
         generated = self._sequences.generated_counts
+        stops = self._stop_string_ends()
         for row, ends_here in enumerate(ended):
-            if ends_here and self.ends[row] is None:
-                self.ends[row] = generated[row]
-        if any(bool(limit(self._sequences.tokens, None).any()) for limit in self._time_limits):
+            if self.ends[row] is None:
+                self.ends[row] = stops.get(row, generated[row] if ends_here else None)
+        if any(bool(limit(self._sequences.host_tokens, None).any()) for limit in self._time_limits):
             self._end_now()
         # Ending a row can make further steps decidable: those that the others had reached already.
         step = self.frontier
@@ -120,11 +126,31 @@ class Stopping:
     def confirmed(self, row: int) -> int:
         """Return how many generated tokens of a row are certain to be in the output."""
         count = self._sequences.generated_counts[row]
-        # Time can run out at any moment, and where ended rows are not padded it cuts all rows to the shortest.
-        may_be_cut = self._stepwise or (self._time_limits and not self.pads_ended_rows)
+        # Where ended rows are not padded, the last row that stops cuts all others, and so does time that runs out.
+        may_be_cut = self._stepwise or (self._ends_early and not self.pads_ended_rows)
         certain = min(count, self.frontier) if may_be_cut else count
         limit = self.final_length(row)
         return certain if limit is None else min(certain, limit)
+
+    def _stop_string_ends(self) -> dict[int, int]:
+        """Return the step at which a stop string ends each row that had not ended, if one does by now."""
+        sequences, begin = self._sequences, self._sequences.prompt_width
+        tokens = sequences.host_tokens.numpy()
+        ends: dict[int, int] = {}
+        for row, strings in enumerate(self._strings):
+            new, self._judged[row] = self._judged[row], sequences.generated_counts[row]
+            if strings and self.ends[row] is None:
+                start = max(begin + new - max(one.reach for one in strings), self._shown_from(row))
+                text = tokens[row, start : begin + self._judged[row]].tolist()
+                found = [one.first_end(text, begin + new - start) for one in strings]
+                step = min((place for place in found if place is not None), default=None)
+                if step is not None:
+                    ends[row] = start + step - begin + 1
+        return ends
+
+    def _shown_from(self, row: int) -> int:  # noqa: ARG002 - a batch is shown as a whole
+        """Return the first column of a row that criteria are shown: padding in front is part of the batch."""
+        return 0
 
     def _reached(self) -> int:
         """Return the last step that can be decided: the shortest unfinished row, or the end when none is left."""

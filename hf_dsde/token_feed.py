@@ -1,4 +1,7 @@
-"""Hands tokens to a streamer as soon as it is certain that they belong to the output."""
+"""Hands tokens to a streamer as soon as it is certain that they belong to the output.
+
+They are taken from the host's copy of the text, so that nobody waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ class TokenFeed:
 
     def _send(self, sequences: SequenceBatch, row: int, certain: int) -> None:
         start = sequences.prompt_width + self._sent[row]
-        tokens = sequences.tokens[row, start : sequences.prompt_width + certain].cpu()
+        # A streamer may do with its tokens what it likes.
+        tokens = sequences.host_tokens[row, start : sequences.prompt_width + certain].clone()
         self._sent[row] = max(certain, self._sent[row])
         if len(tokens) == 0 or self._streamer is None:
             return

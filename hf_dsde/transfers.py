@@ -21,24 +21,30 @@ def upload(values: Sequence[float] | Sequence[bool] | Tensor, device: torch.devi
 
 
 class Download:
-    """Vectors with one entry per row on their way to the host, in one transfer.
+    """What the host learns of a round, on its way there in one transfer.
 
     Args:
-        vectors: Each `[rows]`, int64 or bool, all on one device.
+        vectors: One entry per row: each `[rows]`, int64 or bool, all on one device.
+        block: Any number of entries per row: `[rows, width]`, int64, on the same device.
     """
 
-    def __init__(self, vectors: Sequence[Tensor]) -> None:
-        stacked = torch.stack([vector.long() for vector in vectors])
+    def __init__(self, vectors: Sequence[Tensor], block: Tensor) -> None:
+        joined = torch.cat([*(vector.long()[:, None] for vector in vectors), block], dim=1)
+        self._vectors = len(vectors)
         self._event: torch.cuda.Event | None = None
-        self._copy = stacked
-        if stacked.device.type == "cuda":
-            self._copy = stacked.to("cpu", non_blocking=True)
+        self._copy = joined
+        if joined.device.type == "cuda":
+            self._copy = joined.to("cpu", non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(stacked.device))
+            self._event.record(torch.cuda.current_stream(joined.device))
 
-    def wait(self) -> list[list[int]]:
-        """Return the vectors' values. What was put into the device's stream later is not waited for."""
+    def wait(self) -> tuple[list[list[int]], Tensor]:
+        """Return the vectors' values, and the block on the host.
+
+        What was put into the device's stream later is not waited for.
+        """
         if self._event is not None:
             self._event.synchronize()
-        values: list[list[int]] = self._copy.tolist()
-        return values
+        on_host = self._copy.cpu()
+        values: list[list[int]] = on_host[:, : self._vectors].T.tolist()
+        return values, on_host[:, self._vectors :]

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import FrameType
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from stored import store_texts
 from tiny_models import VOCABULARY, noisy_copy, ragged_batch, random_lengths, tiny_model
+from tiny_text import tiny_tokenizer
 from transformers import PreTrainedModel
+from waits import RecordsRows, noted_waits
 
 import hf_dsde
 from hf_dsde.config import SpeculationConfig
@@ -36,7 +33,6 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda", 0)
 NEW_TOKENS = 48
-PACKAGE = Path(hf_dsde.__file__).parent
 
 EACH_ROUND = "transfers.py::wait"
 """Where the host learns how a round ended."""
@@ -52,7 +48,6 @@ SETTING_UP = {
     "policies/acceptance_model.py::__init__",
     "refusals.py::_check_positions",
     "sequences.py::__init__",
-    "sequences.py::_check_padding",
     "sequences.py::text",
 }
 """Where a call may wait a few times, however long its text gets."""
@@ -81,44 +76,9 @@ def plain_and_ends() -> tuple[torch.Tensor, list[int] | None]:
     return text, ends
 
 
-def place_of(frame: FrameType | None) -> str:
-    """Return the innermost function of this package among the callers, as `file.py::function`."""
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(PACKAGE):
-            return f"{path.relative_to(PACKAGE).as_posix()}::{frame.f_code.co_name}"
-        frame = frame.f_back
-    return "elsewhere"
-
-
-@contextmanager
-def noted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Count where the host waits for the device inside the `with` block.
-
-    torch reports most operations that wait; it does not report events, which are noted here.
-    """
-    waits: Counter[str] = Counter()
-    original = torch.cuda.Event.synchronize
-
-    def synchronize(self: torch.cuda.Event) -> None:
-        waits[place_of(sys._getframe(1))] += 1
-        original(self)
-
-    def note(*_: Any, **__: Any) -> None:
-        waits[place_of(sys._getframe(1))] += 1
-
-    with warnings.catch_warnings(), monkeypatch.context() as patch:
-        warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
-        patch.setattr(torch.cuda.Event, "synchronize", synchronize)
-        patch.setattr(warnings, "showwarning", note)
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield waits
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def call(policy: str, do_sample: bool, ends: list[int] | None) -> hf_dsde.SpeculativeGenerateOutput:
+def call(
+    policy: str | hf_dsde.StoppingPolicy, do_sample: bool, ends: list[int] | None, **arguments: Any
+) -> hf_dsde.SpeculativeGenerateOutput:
     """Generate; the same draws in every call."""
     target, draft = pair()
     torch.manual_seed(11)
@@ -131,6 +91,7 @@ def call(policy: str, do_sample: bool, ends: list[int] | None) -> hf_dsde.Specul
         assistant_model=draft,
         speculation_policy=policy,
         return_dict_in_generate=True,
+        **arguments,
     )
 
 
@@ -166,6 +127,41 @@ def test_a_round_waits_for_the_device_once(policy: str, do_sample: bool, monkeyp
     assert waits.pop(EACH_DRAFT_STEP, 0) <= statistics.draft_steps
     assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
     waits.pop("elsewhere", None)  # `generate` itself, before and behind the rounds
+    assert set(waits) <= SETTING_UP, waits
+    assert sum(waits.values()) <= MOST_SETTING_UP, waits
+
+
+@functools.cache
+def plain_with_stop_strings() -> tuple[torch.Tensor, list[str]]:
+    """Return greedy text, and stop strings that end some of its rows early: one within a token, one across two."""
+    text, ends = plain_and_ends()
+    new = text[:, -NEW_TOKENS:].tolist()
+    tokenizer = tiny_tokenizer()
+    longest, shorter = sorted(new, key=lambda row: row.count(0))[:2]
+    before, last = tokenizer.convert_ids_to_tokens(longest[24:26])
+    strings = [tokenizer.convert_ids_to_tokens(shorter[12]), before[-1] + last[0]]
+    target, _ = pair()
+    arguments = {"eos_token_id": ends, "pad_token_id": 0, "stop_strings": strings, "tokenizer": tokenizer}
+    text = target.generate(**batch(), max_new_tokens=NEW_TOKENS, do_sample=False, **arguments)
+    return text, strings
+
+
+@pytest.mark.parametrize("policy", ["dsde", "static", "no drafts"])
+def test_streams_and_stop_strings_wait_for_nothing_more(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, strings = plain_with_stop_strings()
+    _, ends = plain_and_ends()
+    chosen = hf_dsde.StaticPolicy(0) if policy == "no drafts" else policy
+    arguments = {"stop_strings": strings, "tokenizer": tiny_tokenizer()}
+    call(chosen, False, ends, **arguments)
+    streamer = RecordsRows()
+    with noted_waits(monkeypatch) as waits:
+        output = call(chosen, False, ends, streamer=streamer, **arguments)
+    assert torch.equal(output.sequences, expected)
+    width = expected.shape[1] - batch()["input_ids"].shape[1]
+    assert [row + [0] * (width - len(row)) for row in streamer.rows] == expected[:, -width:].tolist()
+    assert waits.pop(EACH_ROUND) == len(output.speculation_statistics.rounds)
+    assert waits.pop(AFTERWARDS, 0) <= 3 * len(output.speculation_statistics.rounds)
+    waits.pop("elsewhere", None)
     assert set(waits) <= SETTING_UP, waits
     assert sum(waits.values()) <= MOST_SETTING_UP, waits
 

@@ -36,7 +36,7 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
     sequences = batch(LENGTHS)
     texts = [row[-n:].tolist() for row, n in zip(ragged_batch(LENGTHS)["input_ids"], LENGTHS, strict=True)]
     sequences.append(torch.full((3, 6), 7), torch.tensor(grown))
-    sequences.synchronise(list(grown))
+    sequences.synchronise(list(grown), torch.full((3, 6), 7))
     limits = [6, 6, 6]
     texts = [text + [7] * count for text, count in zip(texts, grown, strict=True)]
     generated = list(grown)
@@ -49,13 +49,20 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
     tokens, positions = sequences.tail(30)
     for row, expected in enumerate(texts):
         assert tokens[row][positions[row] >= 0].tolist() == expected
+    for row, expected in enumerate(texts):
+        end = sequences.prompt_width + generated[row]
+        assert sequences.host_tokens[row, end - len(expected) : end].tolist() == expected
     # There is room for all that a row may emit, and for drafts behind it.
     left = sequences.remaining
-    sequences.append(torch.full((3, int(left.max())), 9), left)
+    block = torch.full((3, int(left.max())), 9)
+    sequences.append(block, left)
+    sequences.synchronise(sequences.generated.tolist(), block)
     sequences.write_behind(torch.full((3, 3), 8))
     tokens, positions = sequences.tail(40)
     for row, expected in enumerate(texts):
         assert tokens[row][positions[row] >= 0].tolist() == expected + [9] * int(left[row])
+        end = sequences.prompt_width + limits[row]
+        assert sequences.host_tokens[row, :end].tolist() == sequences.tokens[row, :end].tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])

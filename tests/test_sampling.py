@@ -121,7 +121,7 @@ class RaggedState:
         self.generated[seed % ROWS] = 0
         self.sequences = SequenceBatch(**self.inputs, max_new_tokens=NEW_TOKENS, scratch=WIDTH + 1, pad_token=PAD)
         self.sequences.append(behind[:, :NEW_TOKENS], torch.tensor(self.generated))
-        self.sequences.synchronise(self.generated)
+        self.sequences.synchronise(self.generated, behind[:, :NEW_TOKENS])
         self.sequences.write_behind(
             torch.stack([row[count : count + WIDTH] for row, count in zip(behind, self.generated, strict=True)])
         )

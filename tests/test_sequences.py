@@ -41,7 +41,7 @@ class ListModel:
         self.batch.append(padded, torch.tensor([len(block) for block in blocks]))
         for new, block in zip(self.generated, blocks, strict=True):
             new.extend(block)
-        self.batch.synchronise([len(new) for new in self.generated])
+        self.batch.synchronise([len(new) for new in self.generated], padded)
 
     def padded(self, row: list[int], width: int) -> list[int]:
         return [PAD] * (width - len(row)) + row
@@ -63,6 +63,24 @@ def test_lengths_and_budgets(model: ListModel) -> None:
     lengths = [len(row) for row in model.rows]
     assert model.batch.lengths.tolist() == model.batch.length_counts == lengths
     assert model.batch.remaining.tolist() == [MAX_NEW_TOKENS - len(new) for new in model.generated]
+
+
+@given(model=batches())
+@settings(deadline=None, max_examples=50)
+def test_the_host_knows_the_text_in_the_same_columns(model: ListModel) -> None:
+    text = model.batch.host_tokens
+    assert (text.shape, text.dtype, text.device.type) == (model.batch.tokens.shape, torch.int64, "cpu")
+    for row, (prompt, new) in enumerate(zip(model.prompts, model.generated, strict=True)):
+        known = model.padded(prompt, model.width) + new
+        assert text[row, : len(known)].tolist() == known
+
+
+def test_the_host_knows_what_stands_in_the_padding() -> None:
+    """Plain decoding shows it to stopping criteria."""
+    ids = torch.tensor([[8, 9, 4], [5, 6, 7]])
+    batch = SequenceBatch(ids, torch.tensor([[0, 0, 1], [1, 1, 1]]), max_new_tokens=2, scratch=1, pad_token=PAD)
+    assert batch.host_tokens[:, :3].tolist() == ids.tolist() == batch.tokens[:, :3].tolist()
+    assert batch.host_tokens.data_ptr() != batch.tokens.data_ptr()
 
 
 @given(model=batches(), width=st.integers(1, 25))
@@ -140,6 +158,15 @@ def test_inputs_are_copied() -> None:
         torch.tensor([[9], [9]]), torch.tensor([1, 1])
     )
     assert torch.equal(inputs["input_ids"], before)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
+def test_masks_of_any_kind_are_understood(kind: torch.dtype) -> None:
+    inputs = ragged_batch([3, 1])
+    mask = (inputs["attention_mask"] / 2).to(kind) if kind is torch.float32 else inputs["attention_mask"].to(kind)
+    batch = SequenceBatch(inputs["input_ids"], mask, max_new_tokens=2, scratch=1, pad_token=PAD)
+    assert batch.prompt_lengths == batch.lengths.tolist() == [3, 1]
+    assert batch.padding.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import PAD
+from tiny_text import spelling_tokenizer
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
@@ -56,16 +58,28 @@ def batch_of(prompt: list[int], limit: int) -> SequenceBatch:
     return SequenceBatch(ids, torch.ones_like(ids), max_new_tokens=limit, scratch=8, pad_token=PAD)
 
 
+TOKENIZER = spelling_tokenizer("ab", "bc", "ca", "aa")
+"""Of ten tokens, of which the first is taken for padding."""
+
+
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), rows=st.integers(1, 4), limit=st.integers(1, 14), with_criteria=st.booleans())
+@given(
+    data=st.data(),
+    rows=st.integers(1, 4),
+    limit=st.integers(1, 14),
+    with_criteria=st.booleans(),
+    stop_strings=st.lists(st.text("abc", min_size=1, max_size=4), max_size=2),
+)
 def test_stopping_agrees_with_a_plain_model_of_it(
-    data: st.DataObject, rows: int, limit: int, with_criteria: bool
+    data: st.DataObject, rows: int, limit: int, with_criteria: bool, stop_strings: list[str]
 ) -> None:
     token = st.integers(1, 9)
     texts = data.draw(st.lists(st.lists(token, min_size=limit, max_size=limit), min_size=rows, max_size=rows))
     prompt = data.draw(st.lists(token, min_size=rows, max_size=rows))
     eos = data.draw(st.lists(token, max_size=2))
-    users = [RowSays()] if with_criteria else []
+    users: list[StoppingCriteria] = [RowSays()] if with_criteria else []
+    if stop_strings:
+        users.insert(data.draw(st.integers(0, len(users))), StopStringCriteria(TOKENIZER, stop_strings))
     expected = plain_lengths(texts, prompt, eos, users)
 
     sequences = batch_of(prompt, limit)
@@ -83,7 +97,7 @@ def test_stopping_agrees_with_a_plain_model_of_it(
         kept, ended = stopping.cut(block, torch.tensor(counts))
         assert all(0 <= keeps <= count for keeps, count in zip(kept.tolist(), counts, strict=True))
         sequences.append(block, kept)
-        sequences.synchronise(sequences.generated.tolist())
+        sequences.synchronise(sequences.generated.tolist(), block)
         stopping.advance(ended.tolist(), lambda step: None)
         for row in range(rows):
             assert promised[row] <= stopping.confirmed(row) <= expected[row], "promised a token that was not to be"
@@ -127,12 +141,27 @@ def test_time_never_takes_back_what_was_confirmed(eos: list[int]) -> None:
     for counts, time_is_up in (([3, 1], False), ([2, 1], True)):
         limit.max_time = -1.0 if time_is_up else 1e6
         sequences.append(torch.full((2, 3), 3), torch.tensor(counts))
-        sequences.synchronise(sequences.generated.tolist())
+        sequences.synchronise(sequences.generated.tolist(), torch.full((2, 3), 3))
         stopping.advance([False, False], lambda step: None)
         for row in range(2):
             assert stopping.confirmed(row) >= confirmed[row]
             confirmed[row] = stopping.confirmed(row)
     assert stopping.final_lengths() == confirmed
+
+
+def test_what_ran_ahead_of_a_row_that_may_stop_is_not_confirmed_where_rows_go_on_together() -> None:
+    """Without padding the first row goes on after its stop string, for as long as the second has none."""
+    sequences = batch_of([3, 3], limit=9)
+    stopping = Stopping(StoppingCriteriaList([StopStringCriteria(TOKENIZER, "bc")]), sequences)
+    blocks = ([[1, 2, 4, 4, 4], [1, 0, 0, 0, 0]], [[4, 4, 4, 4, 4], [5, 1, 2, 0, 0]])
+    seen = []
+    for block, counts in zip(blocks, ([5, 1], [1, 4]), strict=True):
+        sequences.append(torch.tensor(block), torch.tensor(counts))
+        sequences.synchronise(sequences.generated.tolist(), torch.tensor(block))
+        stopping.advance([False, False], lambda step: None)
+        seen.append([stopping.confirmed(row) for row in range(2)])
+    assert seen == [[1, 1], [4, 4]]
+    assert stopping.final_lengths() == [4, 4]
 
 
 def test_the_strictest_length_limit_counts() -> None:

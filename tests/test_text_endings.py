@@ -145,6 +145,15 @@ def test_a_prompt_that_ends_inside_a_stop_string_counts_towards_it() -> None:
     assert plain[0, PROMPT_WIDTH + 1 :].tolist() == [PAD] * (plain.shape[1] - PROMPT_WIDTH - 1)
 
 
+@pytest.mark.parametrize("eos", [None, 2])
+def test_padding_in_front_counts_towards_a_stop_string_as_in_plain_decoding(eos: int | None) -> None:
+    """Plain decoding shows a criterion the batch as it is. This string begins in the padding of the shortest row."""
+    prompt = tiny_tokenizer().convert_ids_to_tokens(int(prompts()["input_ids"][2, -1]))
+    string = f"ad>{prompt}{spelled(2, 0)}{spelled(2, 1)[0]}"
+    _, ours = decode(prompts(), in_blocks(3), eos_token_id=eos, **stop_arguments(string))
+    assert [row.rounds for row in ours.speculation_statistics.rows] == [3, 3, 3 if eos is None else 1]
+
+
 # Limits
 
 

@@ -22,9 +22,10 @@ from transformers import (
     TextStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
+from waits import RecordsRows
 
 import hf_dsde
-from hf_dsde import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
+from hf_dsde import BatchIteratorStreamer, BatchTextStreamer
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -59,39 +60,6 @@ class RecordsPuts(BaseStreamer):
 
     def end(self) -> None:
         self.calls.append("end")
-
-
-class RecordsRows(BatchStreamer):
-    """Ours, checking the order of calls that it was promised."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[list[int]] = []
-        self.ended: list[int] = []
-        self.ends = 0
-        self.puts = 0
-
-    def begin(self, prompt_ids: torch.LongTensor) -> None:
-        assert not self.rows
-        self.prompts = prompt_ids.tolist()
-        self.rows = [[] for _ in prompt_ids]
-
-    def put_tokens(self, row: int, tokens: torch.LongTensor) -> None:
-        assert row not in self.ended, "a row that has ended got tokens"
-        assert tokens.ndim == 1
-        assert len(tokens) > 0
-        assert tokens.dtype == torch.long
-        self.puts += 1
-        self.rows[row] += tokens.tolist()
-
-    def end_row(self, row: int) -> None:
-        assert row not in self.ended, "a row ended twice"
-        self.ended.append(row)
-
-    def end(self) -> None:
-        assert sorted(self.ended) == list(range(len(self.rows)))
-        self.ends += 1
-        super().end()
 
 
 def endings(lengths: tuple[int, ...]) -> dict[str, Callable[[], dict[str, Any]]]:

@@ -38,14 +38,22 @@ def test_a_tensor_of_a_cpu_is_not_pinned() -> None:
 
 def test_vectors_come_back_as_they_were_whatever_their_kind() -> None:
     vectors = [torch.tensor([3, 0, 2**40]), torch.tensor([True, False, True]), torch.tensor([1, 2, 3]).int()]
-    assert Download(vectors).wait() == [[3, 0, 2**40], [1, 0, 1], [1, 2, 3]]
+    block = torch.tensor([[5, 2**41], [0, -1], [7, 8]])
+    values, on_host = Download(vectors, block).wait()
+    assert values == [[3, 0, 2**40], [1, 0, 1], [1, 2, 3]]
+    assert on_host.tolist() == block.tolist()
+    assert on_host.dtype is torch.int64
+    assert on_host.device == CPU
 
 
 def test_what_is_written_later_is_not_downloaded() -> None:
-    vector = torch.tensor([1, 2, 3])
-    download = Download([vector])
+    vector, block = torch.tensor([1, 2, 3]), torch.tensor([[4], [5], [6]])
+    download = Download([vector], block)
     vector.zero_()
-    assert download.wait() == [[1, 2, 3]]
+    block.zero_()
+    values, on_host = download.wait()
+    assert values == [[1, 2, 3]]
+    assert on_host.tolist() == [[4], [5], [6]]
 
 
 @pytest.mark.gpu
@@ -64,8 +72,13 @@ class TestCuda:
         torch.cuda.set_sync_debug_mode("error")
         try:
             upload([1, 2, 3], device)
-            download = Download([upload([True, False], device), upload([4, 5], device)])
-            assert download.wait() == [[1, 0], [4, 5]]
+            download = Download(
+                [upload([True, False], device), upload([4, 5], device)], upload([6, 7, 8, 9], device).view(2, 2)
+            )
+            values, on_host = download.wait()
+            assert values == [[1, 0], [4, 5]]
+            assert on_host.device == CPU
+            assert on_host.tolist() == [[6, 7], [8, 9]]
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -85,12 +98,12 @@ class TestCuda:
         vector = upload([7, 8, 9], device)
         work @ work  # chooses its kernel
         torch.cuda.synchronize()
-        download = Download([vector])
+        download = Download([vector], vector[:, None])
         behind = torch.cuda.Event()
         for _ in range(100):
             work = (work @ work).clamp_(-1, 1)
         behind.record()
-        assert download.wait() == [[7, 8, 9]]
+        assert download.wait()[0] == [[7, 8, 9]]
         assert not behind.query(), "the host has waited for the products as well"
         torch.cuda.synchronize()
 
@@ -102,6 +115,9 @@ class TestCuda:
         for step in range(50):
             work = (work @ work).clamp_(-1, 1)
             vector.fill_(step)
-            downloads.append(Download([vector, vector + 1]))
+            downloads.append(Download([vector, vector + 1], vector.expand(2, 3).T))
         vector.fill_(-1)
-        assert [download.wait() for download in downloads] == [[[step] * 3, [step + 1] * 3] for step in range(50)]
+        for step, download in enumerate(downloads):
+            values, on_host = download.wait()
+            assert values == [[step] * 3, [step + 1] * 3]
+            assert on_host.tolist() == [[step] * 2] * 3

@@ -34,6 +34,29 @@ def tiny_tokenizer(size: int = VOCABULARY, *, swapped: tuple[int, int] | None = 
     return PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **names)
 
 
+@cache
+def spelling_tokenizer(*tokens: str, decoder: str = "Fuse", holes: int = 0) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the letters `abcdef` and these tokens, in this order, unused numbers before the last one.
+
+    Args:
+        tokens: As they stand in the vocabulary.
+        decoder: `Fuse`, `ByteLevel`, or `ByteFallback`: what becomes of them in a text. Of `WithoutX` no x is left, so
+            that a token may be empty.
+        holes: How many numbers are unused.
+    """
+    numbers = {token: index for index, token in enumerate(dict.fromkeys([*"abcdef", *tokens]))}
+    numbers[next(reversed(numbers))] += holes
+    core = Tokenizer(models.BPE(vocab=numbers, merges=[]))
+    known = {
+        "Fuse": decoders.Fuse(),
+        "ByteLevel": decoders.ByteLevel(),
+        "ByteFallback": decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
+        "WithoutX": decoders.Sequence([decoders.Replace("x", ""), decoders.Fuse()]),
+    }
+    core.decoder = known[decoder]
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
 class StopsRowOn(StoppingCriteria):
     """Stops each row at one of its tokens: an answer per row."""
 

@@ -117,14 +117,13 @@ class RefillLoop(SpeculativeLoop):
     def _hand_out(self, rows: Sequence[int]) -> None:
         """Make finished texts of rows that have ended."""
         sequences = self._sequences
-        lengths = [self._stopping.ends[row] or 0 for row in rows]
         begin = sequences.prompt_width
-        written = sequences.tokens[upload(rows, sequences.device), begin : begin + max(lengths)].tolist()
-        for row, tokens, length in zip(rows, written, lengths, strict=True):
-            request = self._under_way[row]
+        for row in rows:
+            request, length = self._under_way[row], self._stopping.ends[row]
             assert request is not None
+            assert length is not None
             statistics = self._statistics.end(row, len(request.prompt), length)
-            text = tokens[:length]
+            text: list[int] = sequences.host_tokens[row, begin : begin + length].tolist()
             if row in self._stopping.stopped:
                 reason = STOP
             else:

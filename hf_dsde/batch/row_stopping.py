@@ -8,6 +8,7 @@ import torch
 from transformers import EosTokenCriteria, StoppingCriteriaList
 
 from hf_dsde.sequences import SequenceBatch
+from hf_dsde.stop_strings import without_stop_strings
 from hf_dsde.stopping import StepScores, Stopping
 
 
@@ -17,7 +18,8 @@ class RowStopping(Stopping):
     Args:
         end_tokens: Tokens that end a text.
         sequences: The batch.
-        criteria: Further criteria of each row. They are shown that row alone, without padding, step by step.
+        criteria: Further criteria of each row. They are shown that row alone, without padding, step by step; stop
+            strings on the host, for all rows together.
 
     Attributes:
         end_tokens: As given.
@@ -33,24 +35,29 @@ class RowStopping(Stopping):
         super().__init__(ends, sequences)
         self.pads_ended_rows = True
         self.end_tokens = frozenset(end_tokens)
-        self._row_criteria = list(criteria)
-        self._decided = [0] * sequences.rows
+        parted = [without_stop_strings(of_row) for of_row in criteria]
+        self._strings = [strings for strings, _ in parted]
+        self._row_criteria = [others for _, others in parted]
         self.stopped: set[int] = set()
 
     def begin(self, row: int, criteria: StoppingCriteriaList) -> None:
         """Let a row begin another text."""
         self.ends[row] = None
-        self._row_criteria[row] = criteria
-        self._decided[row] = 0
+        self._strings[row], self._row_criteria[row] = without_stop_strings(criteria)
+        self._judged[row] = 0
         self.stopped.discard(row)
 
     def advance(self, ended: list[bool], scores: StepScores) -> None:  # noqa: ARG002 - nobody asked to collect scores
         """As for any batch: take note of a round, after its tokens were appended."""
+        judged = list(self._judged)
+        stops = self._stop_string_ends()
         for row, ends_here in enumerate(ended):
             if self.ends[row] is not None:
                 continue
             count = self._sequences.generated_counts[row]
-            stop = self._first_stop(row, count)
+            stop = stops.get(row)
+            if self._row_criteria[row]:
+                stop = self._first_stop(row, judged[row] + 1, count if stop is None else stop) or stop
             if stop is not None:
                 self.ends[row] = stop
                 if stop < count or not ends_here:
@@ -58,14 +65,13 @@ class RowStopping(Stopping):
             elif ends_here:
                 self.ends[row] = count
 
-    def _first_stop(self, row: int, count: int) -> int | None:
-        """Return the first undecided step of a row at which a criterion ends it, None if there is none yet."""
-        criteria, sequences = self._row_criteria[row], self._sequences
-        first, self._decided[row] = self._decided[row] + 1, count
-        if criteria:
-            start = sequences.prompt_width - sequences.prompt_lengths[row]
-            for step in range(first, count + 1):
-                text = sequences.tokens[row : row + 1, start : sequences.prompt_width + step]
-                if bool(criteria(text, None).all()):
-                    return step
+    def _first_stop(self, row: int, first: int, last: int) -> int | None:
+        """Return the first of some steps of a row at which a criterion ends it that is no stop string, or None."""
+        for step in range(first, last + 1):
+            text = self._sequences.tokens[row : row + 1, self._shown_from(row) : self._sequences.prompt_width + step]
+            if bool(self._row_criteria[row](text, None).all()):
+                return step
         return None
+
+    def _shown_from(self, row: int) -> int:
+        return self._sequences.prompt_width - self._sequences.prompt_lengths[row]

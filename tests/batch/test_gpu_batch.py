@@ -10,6 +10,7 @@ import torch
 from tiny_models import FAMILIES, VOCABULARY, noisy_copy, ragged_batch, tiny_model
 from tiny_text import tiny_tokenizer
 from transformers import PreTrainedModel
+from waits import noted_waits
 
 from hf_dsde import BatchGenerator, BatchSizeWarning, RunnerWarning, release_memory
 from hf_dsde.fused.decoder import why_not_fused
@@ -69,6 +70,27 @@ def test_every_text_is_that_of_its_prompt_alone(family: str) -> None:
     made = generator(pair(family))
     assert texts(made) == alone(family)
     assert texts(made) == alone(family)
+
+
+# Said once per process when the mode is switched on.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_rows_are_ended_by_stop_strings_and_handed_out_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    strings = [tokenizer.convert_ids_to_tokens(text[len(text) // 2]) for text in alone()]
+    asked = [{**row, "stop_strings": [string]} for row, string in zip(rows(), strings, strict=True)]
+    made = generator(pair())
+    expected = [result.token_ids for result in made.stream(asked, ordered=True)]
+    for text, whole, string in zip(expected, alone(), strings, strict=True):
+        assert text is not None
+        assert text == whole[: len(text)]
+        assert string in tokenizer.decode(text[-2:])
+    with noted_waits(monkeypatch) as waits:
+        assert [result.token_ids for result in made.stream(asked, ordered=True)] == expected
+    assert waits["transfers.py::wait"] > 0
+    deciding = {
+        place for place in waits if "stopping.py" in place or "stop_strings.py" in place or "_hand_out" in place
+    }
+    assert all(place.endswith("::__init__") for place in deciding), waits
 
 
 @pytest.mark.parametrize("policy", ["dsde", "goodput", "marginal_goodput", "confidence"])
