@@ -31,7 +31,6 @@ class BlockText:
         self._offset = offset
         self._device = device
         self._alone = alone
-        self._known: dict[int, Tensor] = {}
 
     @cached_property
     def ends(self) -> Tensor:
@@ -63,20 +62,18 @@ class BlockText:
         """All places up to the bound, `[bound]`, int64."""
         return torch.arange(self.bound, device=self._device)
 
-    def tokens(self, vocabulary: int) -> Tensor:
-        """Return all tokens up to the bound, those that have no score as `vocabulary`, `[rows, bound]`, int64.
-
-        An embedding may have more rows than the head has scores.
-        """
-        if vocabulary not in self._known:
-            tokens = self._sequences.tokens[:, : self.bound].to(self._device)
-            self._known[vocabulary] = tokens.clamp_max(vocabulary)
-        return self._known[vocabulary]
+    @cached_property
+    def tokens(self) -> Tensor:
+        """All tokens up to the bound, `[rows, bound]`, int64."""
+        return self._sequences.tokens[:, : self.bound].to(self._device)
 
     def suffix(self, count: int) -> Tensor:
         """Return the last `count` tokens in front of each column, `[rows, width, count]`, int64.
 
-        Where a column has fewer in front of it, the first ones are anything.
+        Where a column has fewer in front of it, they are anything.
+
+        Args:
+            count: At least 1, and no more than the bound.
         """
-        places = (self.ends[:, :, None] + torch.arange(-count, 0, device=self._device)).clamp_min_(0)
-        return self._sequences.tokens.to(self._device).gather(1, places.flatten(1)).view_as(places)
+        begins = (self.ends - count).clamp_min_(0)[:, :, None].expand(-1, -1, count)
+        return self.tokens.unfold(1, count, 1).gather(1, begins)

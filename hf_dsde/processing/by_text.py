@@ -15,6 +15,10 @@ from hf_dsde.processing.by_length import FORBIDDEN
 from hf_dsde.transfers import upload
 
 
+NO_TOKEN = 1 << 40
+"""An id that no vocabulary has."""
+
+
 def penalised(scores: Tensor, penalty: float) -> Tensor:
     """Return `score * penalty` where a score is below 0, and else `score / penalty`.
 
@@ -28,7 +32,8 @@ def marked(tokens: Tensor, vocabulary: int) -> Tensor:
     """Return which tokens occur among some.
 
     Args:
-        tokens: `[rows, width, n]`, int64, with `vocabulary` for none.
+        tokens: `[rows, width, n]`, int64; changed. Ids from `vocabulary` on, which an embedding may have more of than
+            the head has scores, count for nothing.
         vocabulary: Tokens that have a score.
 
     Returns:
@@ -36,7 +41,13 @@ def marked(tokens: Tensor, vocabulary: int) -> Tensor:
     """
     rows, width, _ = tokens.shape
     found = torch.zeros(rows, width, vocabulary + 1, dtype=torch.bool, device=tokens.device)
-    return found.scatter_(2, tokens, True)[:, :, :vocabulary]
+    return found.scatter_(2, tokens.clamp_max_(vocabulary), True)[:, :, :vocabulary]
+
+
+def _for_rows(by_prompt: Tensor, rows: int) -> Tensor:
+    """Repeat what is known of each prompt for the rows that follow from it, which are neighbours."""
+    several = rows // len(by_prompt)
+    return by_prompt if several == 1 else by_prompt.repeat_interleave(several, 0)
 
 
 @stands_for(logits_process.RepetitionPenaltyLogitsProcessor)
@@ -62,7 +73,7 @@ class RepetitionPenalty(BlockFunction):
             hidden |= (text.places < begins)[:, None]
         elif begins:
             hidden |= text.places < begins
-        tokens = torch.where(hidden, vocabulary, text.tokens(vocabulary)[:, None])
+        tokens = torch.where(hidden, vocabulary, text.tokens[:, None])
         return torch.where(marked(tokens, vocabulary), penalised(scores, self._processors[0].penalty), scores)
 
 
@@ -76,10 +87,10 @@ class NoRepeatedNGrams(BlockFunction):
         size, vocabulary = self._processors[0].ngram_size, scores.shape[2]
         if text.bound < size:
             return scores
-        windows = text.tokens(vocabulary).unfold(1, size, 1)
-        suffix = text.suffix(size - 1).clamp_max_(vocabulary)
-        repeats = (windows[:, None, :, :-1] == suffix[:, :, None]).all(3)
-        repeats &= text.places[size - 1 :] < text.ends[:, :, None]
+        windows = text.tokens.unfold(1, size, 1)
+        repeats = text.places[size - 1 :] < text.ends[:, :, None]
+        if size > 1:
+            repeats &= (windows[:, None, :, :-1] == text.suffix(size - 1)[:, :, None]).all(3)
         if text.begins is not None:
             repeats &= (text.places[: 1 - size or None] >= text.begins)[:, None]
         completing = torch.where(repeats, windows[:, None, :, -1], vocabulary)
@@ -100,20 +111,22 @@ class NoNGramsOfThePrompt(BlockFunction):
             for known in processor.generated_ngrams
         ]
         size, most = self._processors[0].ngram_size, max(1, *map(len, by_row))
-        nothing = [[-1] * size]  # no token is -1
+        nothing = [[NO_TOKEN] * size]
         filled = [ngrams + nothing * (most - len(ngrams)) for ngrams in by_row]
         flat = [token for ngrams in filled for ngram in ngrams for token in ngram]
         self._ngrams = upload(flat, device).view(len(by_row), most, size)
 
     def _apply(self, scores: Tensor, text: BlockText) -> Tensor:
         rows, _, vocabulary = scores.shape
-        ngrams = self._ngrams.repeat_interleave(rows // len(self._ngrams), 0)[:, None]
+        ngrams = _for_rows(self._ngrams, rows)[:, None]
         size = ngrams.shape[3]
-        suffix = text.suffix(size - 1)
-        repeats = (ngrams[..., :-1] == suffix[:, :, None]).all(3) & (text.lengths >= size - 1)[:, :, None]
-        lasts = ngrams[..., -1]
-        usable = repeats & (lasts >= 0) & (lasts < vocabulary)
-        return scores.masked_fill(marked(torch.where(usable, lasts, vocabulary), vocabulary), FORBIDDEN)
+        if text.bound < size - 1:
+            return scores
+        repeats = (text.lengths >= size - 1)[:, :, None]
+        if size > 1:
+            repeats = repeats & (ngrams[..., :-1] == text.suffix(size - 1)[:, :, None]).all(3)
+        completing = torch.where(repeats, ngrams[..., -1], vocabulary)
+        return scores.masked_fill(marked(completing, vocabulary), FORBIDDEN)
 
 
 @stands_for(logits_process.EncoderRepetitionPenaltyLogitsProcessor)
@@ -132,7 +145,7 @@ class PromptPenalty(ScoreFunction):
     def _process(self, scores: Tensor) -> Tensor:
         prompts, rows = self._prompts, len(scores)
         if len(prompts) < rows and compat.prompt_penalty_repeats_rows():
-            prompts = prompts.repeat_interleave(rows // len(prompts), 0)
+            prompts = _for_rows(prompts, rows)
         prompts = prompts.expand(-1, scores.shape[1], -1)
         changed = penalised(scores[: len(prompts)].gather(2, prompts), self._processors[0].penalty)
         return scores.scatter(2, prompts, changed)
@@ -167,10 +180,11 @@ class SequenceBias(BlockFunction):
         if not self._longer:
             return scores + single
         bias = single.expand_as(scores).clone()
-        suffix = text.suffix(max(begins.shape[1] for begins, _, _ in self._longer))
         for begins, lasts, biases in self._longer:
             size = begins.shape[1]
-            matches = (suffix[:, :, None, -size:] == begins).all(3)
+            if text.bound < size:
+                continue
+            matches = (text.suffix(size)[:, :, None] == begins).all(3)
             matches &= (text.lengths >= size + self._spare)[:, :, None]
             bias.index_add_(2, lasts, torch.where(matches, biases, 0.0).to(scores.dtype))
         return scores + bias
