@@ -49,7 +49,9 @@ BY_TEXT: dict[str, Make] = {
     "no repeated triples": lambda ids, mask: lp.NoRepeatNGramLogitsProcessor(3),
     "no long n-grams": lambda ids, mask: lp.NoRepeatNGramLogitsProcessor(12),
     "sequence bias": lambda ids, mask: lp.SequenceBiasLogitsProcessor(
-        bias_of(([1], -2.0), ([3], 0.5), ([4, 3], 1.0), ([6, 3], 1.0), ([3, 3], -0.5), ([7, 8, 9], 4.0), ([3, 4, 3], 3.0))
+        bias_of(
+            ([1], -2.0), ([3], 0.5), ([4, 3], 1.0), ([6, 3], 1.0), ([3, 3], -0.5), ([7, 8, 9], 4.0), ([3, 4, 3], 3.0)
+        )
     ),
     "biased tokens": lambda ids, mask: lp.SequenceBiasLogitsProcessor(bias_of(([4], -3.0), ([9], INFINITE))),
     "bad words": lambda ids, mask: lp.NoBadWordsLogitsProcessor(
@@ -295,4 +297,6 @@ def test_a_round_launches_little_and_waits_for_nothing(names: list[str], alone: 
     process(texts.scores, texts.sequences, [])
     with launches() as names_of_operations:
         process(texts.scores, texts.sequences, [])
-    assert len(names_of_operations) <= MOST_LAUNCHES * (len(names) + (GROUPS_OF_BIASES - 1) * ('sequence bias' in names)), names_of_operations
+    assert len(names_of_operations) <= MOST_LAUNCHES * (
+        len(names) + (GROUPS_OF_BIASES - 1) * ("sequence bias" in names)
+    ), names_of_operations
