@@ -6,11 +6,13 @@ Supported: 5.17 to 5.24. Whatever a newer release renames is answered here, so t
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.generation import logits_process
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument of `forward`, newest first: `cache` since 5.24, `past_key_values` before."""
@@ -96,3 +98,25 @@ def get_attention_setting(config: PretrainedConfig) -> Any:
 def set_attention_setting(config: PretrainedConfig, value: Any) -> None:
     """Store an attention implementation in `config` alone: the public setter would touch nested ones as well."""
     config.__dict__["_attn_implementation_internal"] = value
+
+
+@cache
+def decay_spares_infinities() -> bool:
+    """Say whether `ExponentialDecayLengthPenalty` leaves an infinite score as it is; older ones make it NaN."""
+    decay = logits_process.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
+    return not bool(decay(torch.zeros(1, 1).long(), torch.tensor([[float("-inf"), 0.0]])).isnan().any())
+
+
+@cache
+def prompt_penalty_repeats_rows() -> bool:
+    """Say whether `EncoderRepetitionPenaltyLogitsProcessor` serves several rows per prompt; older ones know one."""
+    penalty = logits_process.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.LongTensor([[0]]))
+    scores = penalty(torch.zeros(2, 1).long(), torch.ones(2, 2))
+    return bool((scores[:, 0] == scores[0, 0]).all())
+
+
+@cache
+def bias_spares_tokens() -> int:
+    """Return how many tokens `SequenceBiasLogitsProcessor` wants in a text beyond those that come before the biased."""
+    bias = logits_process.SequenceBiasLogitsProcessor([[[1, 1], 1.0]])
+    return int(bias(torch.ones(1, 1).long(), torch.zeros(1, 2))[0, 1] == 0)

@@ -246,9 +246,11 @@ class SpeculativeLoop:
             self._plain.begin(self._side)
 
     def _columns(self, candidates: CandidateBatch, request: DraftRequest) -> list[int]:
-        """Return how many columns of each row the logits processors have to see."""
-        if not self._process.needs_history:
+        """Return how many columns of each row matter, if a logits processor is called position by position."""
+        if not self._process.needs_counts:
             return []
+        if not self._policy.stops_inside_round:
+            return request.pass_counts  # the host knows them
         lengths = candidates.lengths.tolist()
         return [length + 1 if active else 0 for length, active in zip(lengths, request.active_rows, strict=True)]
 

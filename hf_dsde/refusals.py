@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_dsde import attention, compat
-from hf_dsde.sampling import STATEFUL
+from hf_dsde.processing.state import refuse_known
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
@@ -233,11 +233,7 @@ def check_call(
             "it mixes the draft into the target's distribution, and this package keeps the target's. Leave it out.",
         )
     for processor in processors:
-        if isinstance(processor, STATEFUL):
-            _refuse(
-                f"logits processor {type(processor).__name__}",
-                "it remembers its last call, so it cannot judge several positions at once. " + PLAIN,
-            )
+        refuse_known(processor)
     given = {name for name, v in model_kwargs.items() if v is not None and not _is_empty_mapping(v)}
     others = sorted(given - UNDERSTOOD_KWARGS)
     if others:

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfi
 from transformers.generation import logits_process
 
 import hf_dsde
-from hf_dsde.sampling import BlockProcessor, choose, ignores_history, processors_on
+from hf_dsde.sampling import BlockProcessor, choose, processors_on
 from hf_dsde.sequences import SequenceBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -48,6 +48,13 @@ class HalveInPlace(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores[:, : scores.shape[1] // 2] *= 0.5
         return scores
+
+
+class Refuses(LogitsProcessor):
+    """Cannot be called at all."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise AssertionError("nobody reads what this would give")
 
 
 def allowed_tokens(row: int, text: Tensor) -> list[int]:
@@ -181,10 +188,9 @@ def test_processors_do_not_remember_their_last_call(options: dict[str, Any]) -> 
 def test_rows_that_are_done_are_left_out() -> None:
     """A finished row has no column, and a processor that would choke on scores of nobody is not asked about them."""
     state = RaggedState(0)
-    scores = BlockProcessor(processors_of(state, {"no_repeat_ngram_size": 2}))(
-        state.logits, state.sequences, [0] * ROWS
-    )
-    assert torch.equal(scores, state.logits)
+    process = BlockProcessor([Refuses()])
+    assert process.needs_counts
+    assert torch.equal(process(state.logits, state.sequences, [0] * ROWS), state.logits)
 
 
 def test_without_processors_scores_are_the_logits() -> None:
@@ -200,8 +206,8 @@ def test_subclasses_of_stateless_processors_are_shown_the_text() -> None:
             return scores / input_ids.shape[1]
 
     processor = ByLength(0.5)
-    assert ignores_history(logits_process.TemperatureLogitsWarper(0.5))
-    assert not ignores_history(processor)
+    assert not BlockProcessor([logits_process.TemperatureLogitsWarper(0.5)]).needs_history
+    assert BlockProcessor([processor]).needs_history
     state = RaggedState(1)
     scores = BlockProcessor([processor])(state.logits, state.sequences, state.counts)
     for row, count in enumerate(state.counts):

@@ -21,7 +21,6 @@ from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.generation import Speculation
 from hf_dsde.outputs import Recording
 from hf_dsde.runners import create_runner, release_memory
-from hf_dsde.sampling import BlockProcessor, ScoreProcessor
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.token_feed import TokenFeed
 
@@ -155,11 +154,10 @@ class BatchEngine:
         if admission.slots is not None:
             capacity = min(capacity, max(admission.slots, needed))
         preparation = self.preparation
-        process: ScoreProcessor
         if preparation.processors is None:
             process = RowProcessors([preparation.processors_for(request) for request in requests])
         else:
-            process = BlockProcessor(preparation.processors)
+            process = RowProcessors([preparation.processors])
         drafter = ModelDrafter(
             self.draft,
             sequences,

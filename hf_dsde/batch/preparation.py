@@ -24,7 +24,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hf_dsde import refusals
 from hf_dsde.batch.requests import Request
-from hf_dsde.sampling import ignores_history
+from hf_dsde.processing.functions import serves_every_row
 
 OWN_ARGUMENTS = {
     "num_return_sequences": "Repeat the row in the data instead.",
@@ -81,8 +81,8 @@ class Preparation:
         config: The generation config as `generate` completes it for a prompt of one token and one new token.
         do_sample: Whether tokens are drawn.
         end_tokens: Tokens that end a text.
-        processors: Logits processors, if they look at scores alone and so serve every row; None if each row needs its
-            own.
+        processors: Logits processors, if they are the same whatever the prompt and its limit; None if each row needs
+            its own.
 
     Raises:
         ValueError: For arguments that have no meaning here, and all that is named in `hf_dsde.refusals`.
@@ -118,8 +118,9 @@ class Preparation:
         self.end_tokens: list[int] = torch.cat(ends).tolist() if ends else []
         own = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
         self._criteria = [c for c in prepared.criteria if type(c) not in own]
-        alone = all(map(ignores_history, prepared.processors))
-        self.processors: LogitsProcessorList | None = prepared.processors if alone else None
+        given = list(map(id, arguments.get("logits_processor") or []))
+        same = all(serves_every_row(processor) or id(processor) in given for processor in prepared.processors)
+        self.processors: LogitsProcessorList | None = prepared.processors if same else None
 
     def processors_for(self, request: Request) -> LogitsProcessorList:
         """Return the processors of one prompt, of which some know its length."""
