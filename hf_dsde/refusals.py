@@ -213,7 +213,8 @@ def check_tokenizers(
     if different:
         examples = ", ".join(f"{i}: {ours!r} against {other!r}" for i, ours, other in different[:3])
         wrong = (
-            f"put the right tokenizer into {draft.name_or_path!r} or pass assistant_tokenizer if that one is wrong"
+            f"if {draft.name_or_path!r} holds a wrong one, put the right one there, or pass assistant_tokenizer to "
+            "`generate` or `BatchGenerator`"
             if found is not None
             else "pass another assistant_tokenizer if this one is wrong"
         )

@@ -69,8 +69,8 @@ class BatchGenerator(Fingerprinted):
             smaller batch.
         refill: Whether rows that have finished begin the next text at once; False runs one batch after the other.
         on_error: `record` makes a result with an `error` of a bad row, `raise` raises `RowError`.
-        **generate_kwargs: Any other argument of `generate`, `assistant_tokenizer` among them. Processors and criteria of
-            your own are shown each row alone.
+        **generate_kwargs: Any other argument of `generate`, `assistant_tokenizer` among them. Processors and criteria
+            of your own are shown each row alone.
 
     Attributes:
         statistics: Counts of the stream or job that was begun last.
