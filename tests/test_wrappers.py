@@ -84,7 +84,9 @@ class ValueHead(torch.nn.Module):
         self.config = inner.config
 
 
-@pytest.mark.parametrize("assistant", [ValueHead(tiny_model()), "gpt2", torch.nn.Linear(2, 2)], ids=["value head", "name", "layer"])
+@pytest.mark.parametrize(
+    "assistant", [ValueHead(tiny_model()), "gpt2", torch.nn.Linear(2, 2)], ids=["value head", "name", "layer"]
+)
 def test_what_is_no_model_is_refused_when_it_is_handed_over(assistant: Any) -> None:
     expected = f"assistant_model: expected a causal language model of transformers, got {type(assistant).__name__}"
     with pytest.raises(TypeError, match=expected):
