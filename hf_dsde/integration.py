@@ -223,8 +223,9 @@ def generate(
 
         model.generate(**inputs, custom_generate=functools.partial(hf_dsde.generate, assistant_model=draft))
 
-    A streamer has to be bound the same way *and* passed to `generate`, which puts the prompts. `tokenizer` and
-    `assistant_tokenizer` are passed to `generate` as for any other call.
+    So have `tokenizer` and `assistant_tokenizer`, and a streamer, which is *also* passed to `generate`, which puts the
+    prompts. `generate` loses the `tokenizer` that `stop_strings` need: pass a `StopStringCriteria` in
+    `stopping_criteria` instead.
 
     Args:
         model: The target.
@@ -236,8 +237,8 @@ def generate(
         speculation_policy: A name, a policy, or a `SpeculationConfig`; "dsde" when neither this nor
             `speculation_config` is given.
         speculation_config: Everything else that can be set.
-        tokenizer: The target's tokenizer, which `stop_strings` need.
-        assistant_tokenizer: The draft's tokenizer, compared with the target's.
+        tokenizer: The target's tokenizer; None to look for it beside the target.
+        assistant_tokenizer: The draft's tokenizer, compared with the target's; None to look for it beside the draft.
         **kwargs: What `generate` prepared for the model's `forward`.
 
     Returns:
