@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from hf_dsde import compat
 
@@ -98,16 +98,17 @@ def packed_gqa_attention(
         `[rows, width, heads, value_head_dim]`, and None in place of attention weights.
 
     Raises:
-        NotImplementedError: If the model asks for a score modification or passes no mask.
+        NotImplementedError: If the model asks for a score modification or passes no mask of four dimensions.
     """
     modified = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if modified or attention_mask is None:
-        reason = f"passes {modified[0]}" if modified else "passes no attention mask"
+    if modified:
         msg = (
-            f"{type(module).__name__} {reason}, which packed attention does not reproduce; "
+            f"{type(module).__name__} passes {modified[0]}, which packed attention does not reproduce; "
             "use SpeculationConfig(packed_attention=False)."
         )
         raise NotImplementedError(msg)
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
+        _refuse_other_passes(type(module).__name__)
     rows, heads, width, _ = query.shape
     key_value_heads = key.shape[1]
     shared = heads // key_value_heads
@@ -123,7 +124,29 @@ def packed_gqa_attention(
     return output.reshape(rows, heads, width, value.shape[-1]).transpose(1, 2), None
 
 
+def _refuse_other_passes(who: str) -> NoReturn:
+    msg = (
+        f"{who} passes no attention mask of four dimensions, and packed attention makes none. If the model was called "
+        "in another thread while a call with `speculation_policy` is running, wait for that one; otherwise use "
+        "SpeculationConfig(packed_attention=False)."
+    )
+    raise NotImplementedError(msg)
+
+
+def no_mask(*_: Any, **__: Any) -> NoReturn:
+    """Refuse to make a mask: calls with `speculation_policy` bring their own.
+
+    A pass of somebody else's may ask for one while packed attention is switched on and reach its layers when it is
+    switched off again. Without a mask, those would take it for one that hides nothing but later tokens.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    _refuse_other_passes("A forward pass")
+
+
 AttentionInterface.register(PACKED_ATTENTION, packed_gqa_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, no_mask)
 
 
 def reproduces_attention(model: PreTrainedModel) -> bool:

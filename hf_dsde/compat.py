@@ -5,14 +5,15 @@ Supported: 5.17 to 5.24. Whatever a newer release renames is answered here, so t
 
 from __future__ import annotations
 
+import functools
 import inspect
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation import logits_process
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument of `forward`, newest first: `cache` since 5.24, `past_key_values` before."""
@@ -40,10 +41,46 @@ def given_cache(model_kwargs: dict[str, Any]) -> Any:
     return next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
 
 
+def is_users_cache(cache: Any) -> bool:
+    """Whether a cache that has come through `generate` is the user's, as far as this version of transformers says."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
 def prompt_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     """Return the mask of the prompts, `[rows, width]`; since 5.24 `generate` drops it when nothing is padded."""
     mask: Tensor | None = model_kwargs.get("attention_mask")
     return torch.ones_like(input_ids) if mask is None else mask
+
+
+def gives_up_cache(model: PreTrainedModel) -> bool:
+    """Whether the model's forward pass drops its key-value cache now, as training with gradient checkpointing has it.
+
+    Up to some version all layers did; later ones do so only where gradients are taken, which `generate` does not. The
+    forward passes of some models go by the mode alone.
+    """
+    return any(
+        getattr(module, "gradient_checkpointing", False)
+        and module.training
+        and (
+            _checkpoints_by_mode(type(module))
+            or (isinstance(module, GradientCheckpointingLayer) and _layers_go_by_mode())
+        )
+        for module in model.modules()
+    )
+
+
+@functools.cache
+def _checkpoints_by_mode(kind: type) -> bool:
+    """Whether the forward pass of a class asks itself whether it checkpoints."""
+    forward = inspect.unwrap(getattr(kind, "forward", None) or (lambda: None))
+    code = getattr(forward, "__code__", None)
+    return code is not None and "gradient_checkpointing" in code.co_names
+
+
+@functools.cache
+def _layers_go_by_mode() -> bool:
+    """Whether transformers' layers checkpoint in training mode also where no gradients are taken."""
+    return "is_grad_enabled" not in inspect.getsource(GradientCheckpointingLayer)
 
 
 def only_records_outputs(hook: Any) -> bool:
@@ -72,11 +109,14 @@ def context_length(model: PreTrainedModel) -> int | None:
 def layer_types(config: PretrainedConfig) -> list[str]:
     """Return the attention type of each decoder layer, such as `full_attention` or `sliding_attention`.
 
-    Older configurations carry no `layer_types`; there, a `sliding_window` means that every layer slides.
+    Older configurations carry no `layer_types`; there, a `sliding_window` means that every layer slides. GPT-Neo calls
+    its list otherwise, and masks its local layers itself.
     """
     declared = getattr(config, "layer_types", None)
     if declared is not None:
         return list(declared)
+    if getattr(config, "attention_layers", None) is not None:
+        return ["full_attention" if kind == "global" else f"{kind}_attention" for kind in config.attention_layers]
     if getattr(config, "sliding_window", None) is not None:
         return ["sliding_attention"] * config.num_hidden_layers
     if getattr(config, "attention_chunk_size", None) is not None:
@@ -100,14 +140,14 @@ def set_attention_setting(config: PretrainedConfig, value: Any) -> None:
     config.__dict__["_attn_implementation_internal"] = value
 
 
-@cache
+@functools.cache
 def decay_spares_infinities() -> bool:
     """Say whether `ExponentialDecayLengthPenalty` leaves an infinite score as it is; older ones make it NaN."""
     decay = logits_process.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
     return not bool(decay(torch.zeros(1, 1).long(), torch.tensor([[float("-inf"), 0.0]])).isnan().any())
 
 
-@cache
+@functools.cache
 def prompt_penalty_repeats_rows() -> bool:
     """Say whether `EncoderRepetitionPenaltyLogitsProcessor` serves several rows per prompt; older ones know one."""
     penalty = logits_process.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.LongTensor([[0]]))
@@ -115,7 +155,7 @@ def prompt_penalty_repeats_rows() -> bool:
     return bool((scores[:, 0] == scores[0, 0]).all())
 
 
-@cache
+@functools.cache
 def bias_spares_tokens() -> int:
     """Return how many tokens `SequenceBiasLogitsProcessor` wants in a text beyond those that come before the biased."""
     bias = logits_process.SequenceBiasLogitsProcessor([[[1, 1], 1.0]])

@@ -46,6 +46,7 @@ class SpeculationConfig:
         prefill_chunk: Prompt tokens of all rows together in a pass that stores them.
         cost_probe: Whether one round of a long call runs without drafts, to measure what a plain step costs.
         drop_finished_rows: Whether rows that have ended leave the models' passes, once a quarter of those in them have.
+            They stay where hooks run in a model, which may hold something for each row.
         packed_attention: Whether query heads that share a key-value head are folded into the query length.
         costs: What passes cost, as `CostModel.to_dict` gives it, for policies that weigh cost against gain. None lets
             the first call of a pair and batch size measure it.

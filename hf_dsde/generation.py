@@ -22,6 +22,7 @@ from hf_dsde.sequences import SequenceBatch
 from hf_dsde.statistics import StatisticsRecorder
 from hf_dsde.stopping import Stopping, length_limit
 from hf_dsde.token_feed import TokenFeed
+from hf_dsde.wrappers import may_depend_on_rows, unwrapped
 
 RESERVED_NEW_TOKENS = 1024
 """Generated tokens per row that caches have room for from the start; longer texts let them grow."""
@@ -93,7 +94,10 @@ def generate_speculatively(
         ValueError: For any reason named in `hf_dsde.refusals`.
     """
     refusals.check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
+    draft = unwrapped("assistant_model", assistant_model)
     config = speculation.config
+    if may_depend_on_rows(model) or may_depend_on_rows(draft):  # then all rows stay in, each at its place
+        config = config.replace(drop_finished_rows=False)
     limit = length_limit(stopping_criteria, generation_config.max_length)
     sequences = SequenceBatch(
         input_ids,
@@ -106,7 +110,7 @@ def generate_speculatively(
     capacity = max(sequences.prompt_lengths) + new_tokens + config.max_draft_length
     process = BlockProcessor(logits_processor)
     drafter = ModelDrafter(
-        assistant_model,
+        draft,
         sequences,
         vocabulary_size=model.config.get_text_config(decoder=True).vocab_size,
         process=process,

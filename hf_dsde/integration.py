@@ -12,7 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_dsde import refusals
@@ -21,6 +28,7 @@ from hf_dsde.generation import Speculation, generate_speculatively
 from hf_dsde.outputs import SpeculativeGenerateOutput
 from hf_dsde.policies.base import StoppingPolicy
 from hf_dsde.runners import release_memory
+from hf_dsde.wrappers import innermost, unwrapped
 
 _SPECULATION = "_hf_dsde_speculation"
 """Attribute of a call's own copy of the generation config that carries the policy from one override to the next."""
@@ -51,10 +59,11 @@ def _validate_generation_mode(
         parent(model, generation_mode, generation_config, generation_mode_kwargs)
         return
     refusals.check_mode(generation_mode, generation_config, generation_mode_kwargs)
-    refusals.check_models(model, generation_mode_kwargs["assistant_model"], speculation.config.packed_attention)
+    draft = unwrapped("assistant_model", generation_mode_kwargs["assistant_model"])
+    refusals.check_models(model, draft, speculation.config.packed_attention)
     refusals.check_tokenizers(
         model,
-        generation_mode_kwargs["assistant_model"],
+        draft,
         generation_mode_kwargs.get("tokenizer"),
         generation_mode_kwargs.get("assistant_tokenizer"),
     )
@@ -129,7 +138,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     """Teach one model's `generate` the arguments `speculation_policy` and `speculation_config`.
 
     Args:
-        model: The target. Enabling it twice does nothing.
+        model: The target, or a wrapper whose `generate` is that of the model inside it, such as PEFT's or that of
+            `torch.compile`. Enabling it twice does nothing.
 
     Returns:
         The same object.
@@ -137,34 +147,41 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         TypeError: If the object has no `generate` of transformers.
     """
-    if not isinstance(model, GenerationMixin):
-        msg = (
-            f"model: {type(model).__name__} has no transformers `generate`; pass the causal language model itself "
-            "(for a wrapper such as PEFT's, the model inside it)."
-        )
-        raise TypeError(msg)
-    if not isinstance(model, _Enabled):
-        own_class: Any = type(model)
-        model.__class__ = enabled_class(own_class)
+    inner = _generating(model)
+    if not isinstance(inner, _Enabled):
+        own_class: Any = type(inner)
+        inner.__class__ = enabled_class(own_class)
     return model
+
+
+def _generating(model: Any) -> Any:
+    """Return the model whose `generate` runs when that of `model` is called."""
+    if isinstance(model, GenerationMixin):
+        return model
+    if not hasattr(model, "generate"):
+        way_out = "pass its `module`." if hasattr(model, "module") else "pass the causal language model itself."
+        raise TypeError(f"model: {type(model).__name__} has no transformers `generate`; {way_out}")
+    return innermost("model", model)
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `enable`, and free what calls keep on the device. Does nothing to a model that was not enabled.
 
     Raises:
-        TypeError: If something else has changed the model's class since, as FSDP's `fully_shard` does.
+        TypeError: If the object has no `generate` of transformers, or something else has changed the model's class
+            since, as FSDP's `fully_shard` does.
     """
-    if isinstance(model, _Enabled):
-        own_class = _own_class(model)
-        if type(model) is not enabled_class(own_class):
+    inner = _generating(model)
+    if isinstance(inner, _Enabled):
+        own_class = _own_class(inner)
+        if type(inner) is not enabled_class(own_class):
             msg = (
-                f"model: its class {type(model).__name__} was derived from the enabled one by something else; undo "
+                f"model: its class {type(inner).__name__} was derived from the enabled one by something else; undo "
                 "that first, or leave the model enabled: calls without `speculation_policy` go the stock way."
             )
             raise TypeError(msg)
-        model.__class__ = own_class
-        release_memory(model)
+        inner.__class__ = own_class
+        release_memory(inner)
     return model
 
 
@@ -196,6 +213,8 @@ def generate(
     assistant_model: PreTrainedModel | None = None,
     speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
     speculation_config: SpeculationConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     **kwargs: Any,
 ) -> SpeculativeGenerateOutput | Tensor:
     """A decoding method for `model.generate(custom_generate=...)`, for models that shall not be enabled.
@@ -204,8 +223,9 @@ def generate(
 
         model.generate(**inputs, custom_generate=functools.partial(hf_dsde.generate, assistant_model=draft))
 
-    A streamer has to be bound the same way *and* passed to `generate`, which puts the prompts. `generate` also loses
-    the `tokenizer` that `stop_strings` need: pass a `StopStringCriteria` in `stopping_criteria` instead.
+    So have `tokenizer` and `assistant_tokenizer`, and a streamer, which is *also* passed to `generate`, which puts the
+    prompts. `generate` loses the `tokenizer` that `stop_strings` need: pass a `StopStringCriteria` in
+    `stopping_criteria` instead.
 
     Args:
         model: The target.
@@ -217,6 +237,8 @@ def generate(
         speculation_policy: A name, a policy, or a `SpeculationConfig`; "dsde" when neither this nor
             `speculation_config` is given.
         speculation_config: Everything else that can be set.
+        tokenizer: The target's tokenizer; None to look for it beside the target.
+        assistant_tokenizer: The draft's tokenizer, compared with the target's; None to look for it beside the draft.
         **kwargs: What `generate` prepared for the model's `forward`.
 
     Returns:
@@ -229,10 +251,10 @@ def generate(
     if generation_config.num_beams > 1:
         mode = GenerationMode.BEAM_SEARCH
     refusals.check_mode(mode, generation_config, {"assistant_model": assistant_model})
-    assert assistant_model is not None
+    draft = unwrapped("assistant_model", assistant_model)
     speculation = Speculation.of(speculation_policy, speculation_config)
-    refusals.check_models(model, assistant_model, speculation.config.packed_attention)
-    refusals.check_tokenizers(model, assistant_model, None, None)
+    refusals.check_models(model, draft, speculation.config.packed_attention)
+    refusals.check_tokenizers(model, draft, tokenizer, assistant_tokenizer)
     return generate_speculatively(
         model,
         input_ids,
@@ -240,6 +262,6 @@ def generate(
         stopping_criteria,
         generation_config,
         speculation,
-        assistant_model=assistant_model,
+        assistant_model=draft,
         **kwargs,
     )

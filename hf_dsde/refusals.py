@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 
-from hf_dsde import attention, compat
+from hf_dsde import attention, compat, vocabularies, wrappers
 from hf_dsde.processing.state import refuse_known
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
+MASK_TOKEN_MODEL_TYPES = ("flaubert", "xlm")
+"""Models whose plain decoding predicts the token of a mask that it appends to the text."""
 UNDERSTOOD_KWARGS = frozenset(
     {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", *compat.CACHE_ARGUMENTS}
 )
@@ -33,7 +29,7 @@ REPLACED_OPTIONS = {
 }
 """Options of stock assisted generation that decide what a policy decides, and the policy that stands for each."""
 
-PLAIN = "Leave out `speculation_policy` to decode it the stock way."
+PLAIN = "Leave out `speculation_policy` in `model.generate` to decode it the stock way."
 
 
 def check_options(generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
@@ -44,8 +40,12 @@ def check_options(generation_config: GenerationConfig | None, options: dict[str,
         options: Keyword arguments of the call.
 
     Raises:
-        ValueError: If a draft length or a stopping rule was also given the stock way.
+        ValueError: If a draft length or a stopping rule was also given the stock way, or a cache, which would stay as
+            it is.
     """
+    for name in compat.CACHE_ARGUMENTS:
+        if options.get(name) is not None:
+            _refuse_cache(name, options[name])
     for name, policy in REPLACED_OPTIONS.items():
         value = options.get(name, getattr(generation_config, name, None))
         if value is not None:
@@ -81,14 +81,13 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
     if generation_config.num_beams > 1:
         _refuse(
             f"num_beams={generation_config.num_beams}",
-            "a draft can only be verified against one continuation per row. Use num_beams=1, or leave out "
-            "`speculation_policy`.",
+            "a draft can only be verified against one continuation per row. Use num_beams=1. " + PLAIN,
         )
     if mode_kwargs.get("assistant_model") is None:
         _refuse(
             "assistant_model=None",
-            "`speculation_policy` decides how much a draft model drafts, so one is needed. Pass assistant_model=..., "
-            "or leave out `speculation_policy`.",
+            "`speculation_policy` decides how much a draft model drafts, so one is needed. Pass assistant_model=... "
+            + PLAIN,
         )
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         if getattr(generation_config, name, None):
@@ -116,8 +115,9 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel, packed_attenti
         packed_attention: Whether packed attention may stand in for what the models are set to.
 
     Raises:
-        ValueError: For encoder-decoders, models with recurrent or otherwise unknown layers, ALiBi, and attention
-            implementations that take no mask.
+        ValueError: For encoder-decoders, models with recurrent or otherwise unknown layers, ALiBi, attention
+            implementations that take no mask, models whose inputs somebody else's method makes, and training with
+            gradient checkpointing where that drops the cache.
     """
     for argument, model in (("model", target), ("assistant_model", draft)):
         _check_model(argument, model, packed_attention)
@@ -145,6 +145,36 @@ def _check_model(argument: str, model: PreTrainedModel, packed_attention: bool) 
             f"it takes no mask per row. Call model.set_attn_implementation with one of "
             f"{list(attention.MASKABLE_IMPLEMENTATIONS)}.",
         )
+    _check_passes(name, model)
+
+
+def _check_passes(name: str, model: PreTrainedModel) -> None:
+    """Refuse models whose passes take other inputs than tokens at positions, or keep no cache."""
+    parameters = inspect.signature(model.forward).parameters
+    if not any(cache in parameters for cache in compat.CACHE_ARGUMENTS):
+        _refuse(
+            name, f"its forward takes none of {compat.CACHE_ARGUMENTS}, and drafts need a key-value cache. " + PLAIN
+        )
+    if "position_ids" not in parameters:
+        _refuse(name, "its forward takes no position_ids, and rows of a batch are at different positions. " + PLAIN)
+    if model.config.model_type in MASK_TOKEN_MODEL_TYPES:
+        _refuse(name, "it is fed a mask token after the text at every step. " + PLAIN)
+    method = wrappers.foreign_input_method(model)
+    if method is not None:
+        _refuse(
+            f"{name} with {method}",
+            "what the model is fed is made here, so what the method adds or changes would be lost. Remove it from "
+            "class or model if it does neither. " + PLAIN,
+        )
+    hook = wrappers.foreign_hook(model)
+    if hook is not None:
+        _refuse(f"{name} with the hook {hook}", "it counts on the passes of plain decoding. " + PLAIN)
+    if compat.gives_up_cache(model):
+        _refuse(
+            f"{name} in training mode with gradient checkpointing",
+            "its forward drops the key-value cache then, which verification needs. Call eval(), or "
+            "gradient_checkpointing_disable(), on it for the time of the call.",
+        )
 
 
 def check_tokenizers(
@@ -155,10 +185,11 @@ def check_tokenizers(
 ) -> None:
     """Refuse a draft with another vocabulary, when the tokenizers are there to tell.
 
-    Sizes may differ: models of one family pad their vocabularies differently. What counts is that an id below both
-    sizes means the same token to both. Tokenizers that are not given are looked for where the models came from, on this
-    machine. Without tokenizers nothing can be compared; the output is exact all the same, and a draft that speaks
-    another language shows in the acceptance rate.
+    Sizes may differ: models of one family pad their vocabularies differently, and a tokenizer may name tokens inside
+    the padding. What counts is that an id which both tokenizers name, below both sizes, means the same token to both.
+    Tokenizers that are not given are looked for where the models came from, on this machine. Without tokenizers nothing
+    can be compared; the output is exact all the same, and a draft that speaks another language shows in the acceptance
+    rate.
 
     Args:
         target: The target.
@@ -171,34 +202,27 @@ def check_tokenizers(
     """
     if tokenizer is None and assistant_tokenizer is None and target.name_or_path == draft.name_or_path:
         return
-    tokenizer = tokenizer or _tokenizer_at(target.name_or_path)
-    assistant_tokenizer = assistant_tokenizer or _tokenizer_at(draft.name_or_path)
-    if tokenizer is None or assistant_tokenizer is None:
+    if tokenizer is None:
+        tokenizer = vocabularies.tokenizer_at(target.name_or_path)
+    found = vocabularies.tokenizer_at(draft.name_or_path) if assistant_tokenizer is None else None
+    theirs = found if assistant_tokenizer is None else assistant_tokenizer
+    if tokenizer is None or theirs is None:
         return
     shared = min(config.get_text_config(decoder=True).vocab_size for config in (target.config, draft.config))
-    ours = {index: token for token, index in tokenizer.get_vocab().items() if index < shared}
-    theirs = {index: token for token, index in assistant_tokenizer.get_vocab().items() if index < shared}
-    different = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    different = vocabularies.differences(tokenizer, theirs, shared)
     if different:
-        examples = ", ".join(f"{i}: {ours.get(i)!r} against {theirs.get(i)!r}" for i in different[:3])
+        examples = ", ".join(f"{i}: {ours!r} against {other!r}" for i, ours, other in different[:3])
+        wrong = (
+            f"if {draft.name_or_path!r} holds a wrong one, put the right one there, or pass assistant_tokenizer to "
+            "`generate` or `BatchGenerator`"
+            if found is not None
+            else "pass another assistant_tokenizer if this one is wrong"
+        )
         _refuse(
             f"assistant_model ({type(draft).__name__})",
             f"{len(different)} token ids differ from the target's tokenizer ({examples}). Use a draft of the same "
-            "tokenizer, or pass tokenizer and assistant_tokenizer if the wrong ones were compared; for other pairs, "
-            "transformers' own assisted generation translates at batch size 1.",
+            f"tokenizer; {wrong}; for other pairs, transformers' own assisted generation translates at batch size 1.",
         )
-
-
-@functools.cache
-def _tokenizer_at(name_or_path: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that lies beside a model on this machine, None when there is none."""
-    if not name_or_path:
-        return None
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True)
-    except (OSError, ValueError, ImportError):  # none there, none of a known kind, or a package it needs is missing
-        return None
-    return tokenizer
 
 
 def check_call(
@@ -220,8 +244,8 @@ def check_call(
     if not model_kwargs.get("use_cache", True):
         _refuse("use_cache=False", "verification needs the key-value cache. Use use_cache=True. " + PLAIN)
     cache = compat.given_cache(model_kwargs)
-    if cache is not None and cache.get_seq_length() > 0:
-        _refuse("a filled key-value cache", "the loop starts from an empty one. Pass the whole text as input_ids.")
+    if cache is not None and (compat.is_users_cache(cache) or cache.get_seq_length() > 0):
+        _refuse_cache(next(name for name in compat.CACHE_ARGUMENTS if model_kwargs.get(name) is cache), cache)
     if input_ids.shape[1] == 0:
         _refuse("inputs_embeds without input_ids", "drafts are made of tokens. Pass input_ids.")
     for name in ("output_attentions", "output_hidden_states"):
@@ -281,11 +305,19 @@ def _check_rotary_scaling(model: PreTrainedModel, max_length: int) -> None:
             )
 
 
+def _refuse_cache(name: str, cache: Any) -> None:
+    _refuse(
+        f"{name} ({type(cache).__name__})",
+        "the loop keeps a ragged cache of its own and leaves this one as it is. Leave the argument out, and pass the "
+        "whole text as input_ids.",
+    )
+
+
 def _refuse_synced_gpus() -> None:
     _refuse(
         "synced_gpus=True",
         "ranks draft different lengths, so they would wait for each other forever (FSDP, ZeRO-3). Keep a whole model "
-        "on each GPU, or leave out `speculation_policy`.",
+        "on each GPU. " + PLAIN,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import FAMILIES, ragged_batch, tiny_model
+from tiny_models import FAMILIES, noisy_copy, ragged_batch, tiny_model
 from torch import nn
 
+import hf_dsde
 from hf_dsde import attention, compat
 from hf_dsde.attention import PACKED_ATTENTION, additive_mask, packed_gqa_attention, visible_slots
 
@@ -205,3 +208,71 @@ def test_a_plain_pass_that_meets_packed_attention_fails_loudly() -> None:
     model = tiny_model()
     with attention.packed_attention(model), pytest.raises(NotImplementedError, match="passes no attention mask"):
         model(**ragged_batch([3, 5]))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "opt"])
+def test_a_plain_pass_whose_layers_run_after_packed_attention_has_ended_gets_no_missing_mask(family: str) -> None:
+    """The pass asks for its mask while another thread's call runs, and reaches its layers when that one has ended."""
+    model = tiny_model(family)
+    batch = ragged_batch([3, 5])
+    right = model(**batch).logits
+    with contextlib.ExitStack() as call:
+        call.enter_context(attention.packed_attention(model))
+        layer = next(module for name, module in model.named_modules() if name.endswith(".0"))
+        handle = layer.register_forward_pre_hook(lambda *_: call.close())
+        with pytest.raises(NotImplementedError, match=r"passes no attention mask.*in another thread"):
+            model(**batch)
+    handle.remove()
+    torch.testing.assert_close(model(**batch).logits, right)
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 5)], ids=["padded", "full"])
+def test_a_plain_pass_that_packed_attention_overtakes_is_right_or_fails(lengths: tuple[int, int]) -> None:
+    """The pass has its mask, or none since none is needed, when another thread's call begins."""
+    model = tiny_model()
+    batch = ragged_batch(lengths)
+    right = model(**batch).logits
+    with contextlib.ExitStack() as call:
+        handle = model.model.layers[0].register_forward_pre_hook(
+            lambda *_: call.enter_context(attention.packed_attention(model))
+        )
+        try:
+            torch.testing.assert_close(model(**batch).logits, right)
+        except NotImplementedError as refusal:
+            assert "passes no attention mask" in str(refusal)
+        handle.remove()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_mask_of_tokens_is_refused() -> None:
+    """As flash attention gets one, when a call of another thread begins in between."""
+    states = torch.zeros(1, 2, 1, 4)
+    with pytest.raises(NotImplementedError, match="no attention mask of four dimensions"):
+        packed_gqa_attention(nn.Identity(), states, states, states, torch.ones(1, 3))
+
+
+def test_plain_passes_of_another_thread_are_right_or_fail() -> None:
+    model = hf_dsde.enable(tiny_model())
+    draft = noisy_copy(model, 0.05)
+    batch = ragged_batch([3, 5])
+    right = model(**batch).logits
+    done = threading.Event()
+    wrong: list[float] = []
+
+    def passes() -> None:
+        while not done.is_set():
+            try:
+                logits = model(**batch).logits
+            except NotImplementedError:
+                continue
+            wrong.extend([float((logits - right).abs().max())] if not torch.allclose(logits, right) else [])
+
+    thread = threading.Thread(target=passes)
+    thread.start()
+    try:
+        for _ in range(8):
+            model.generate(**batch, max_new_tokens=2, assistant_model=draft, speculation_policy="static")
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong

@@ -99,7 +99,8 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "static cache": (lambda: {"cache_implementation": "static"}, ("cache_implementation='static'", "Leave")),
     "quantised cache": (lambda: {"cache_implementation": "quantized"}, ("cache_implementation='quantized'", "Leave")),
     "offloaded cache": (lambda: {"cache_implementation": "offloaded"}, ("cache_implementation='offloaded'", "Leave")),
-    "filled cache": (lambda: cached(filled_cache), ("filled key-value cache", "whole text as input_ids")),
+    "filled cache": (lambda: cached(filled_cache), ("(DynamicCache)", "Leave the argument out", "as input_ids")),
+    "empty cache": (lambda: cached(DynamicCache), ("(DynamicCache)", "Leave the argument out")),
     "embeddings": (
         lambda: {"inputs_embeds": torch.zeros(3, 6, 32, dtype=torch.float64), "input_ids": None},
         ("inputs_embeds", "Pass input_ids"),
@@ -373,12 +374,6 @@ def test_settings_that_say_what_is_the_case_anyway_are_accepted(arguments: dict[
         **{**BATCH, **arguments}, max_new_tokens=3, assistant_model=draft(), speculation_policy="dsde"
     )
     assert output.tolist() == target().generate(**BATCH, max_new_tokens=3).tolist()
-
-
-def test_an_empty_cache_is_accepted() -> None:
-    target().generate(
-        **BATCH, **cached(DynamicCache), max_new_tokens=3, assistant_model=draft(), speculation_policy="dsde"
-    )
 
 
 # The other route

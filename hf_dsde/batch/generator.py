@@ -30,6 +30,8 @@ from hf_dsde.batch.results import RowResult
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.generation import Speculation
 from hf_dsde.policies.base import StoppingPolicy
+from hf_dsde.refusals import check_models
+from hf_dsde.wrappers import unwrapped
 
 ON_ERROR = ("record", "raise")
 AHEAD = 4
@@ -78,8 +80,8 @@ class BatchGenerator(Fingerprinted):
             smaller batch.
         refill: Whether rows that have finished begin the next text at once; False runs one batch after the other.
         on_error: `record` makes a result with an `error` of a bad row, `raise` raises `RowError`.
-        **generate_kwargs: Any other argument of `generate`. Processors and criteria of your own are shown each row
-            alone.
+        **generate_kwargs: Any other argument of `generate`, `assistant_tokenizer` among them. Processors and criteria
+            of your own are shown each row alone.
 
     Attributes:
         statistics: Counts of the stream or job that was begun last.
@@ -108,7 +110,9 @@ class BatchGenerator(Fingerprinted):
         on_error: str = "record",
         **generate_kwargs: Any,
     ) -> None:
-        self._model, self._draft, self._tokenizer = model, assistant_model, tokenizer
+        self._model = unwrapped("model", model)
+        self._draft = unwrapped("assistant_model", assistant_model)
+        self._tokenizer = tokenizer
         self._batch_size = check_integer("batch_size", batch_size, 1)
         self._cache_budget = None if cache_budget is None else check_integer("cache_budget", cache_budget, 1)
         self._refill = check_flag("refill", refill)
@@ -116,13 +120,13 @@ class BatchGenerator(Fingerprinted):
         self._speculation = Speculation.of(speculation_policy, speculation_config)
         self._generate_kwargs = generate_kwargs
         self._preparation = Preparation(
-            model, assistant_model, tokenizer, self._speculation.config.packed_attention, generate_kwargs
+            self._model, self._draft, tokenizer, self._speculation.config.packed_attention, generate_kwargs
         )
         self._request_settings: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "stop_strings": [stop_strings] if isinstance(stop_strings, str) else list(stop_strings),
             "max_prompt_tokens": max_prompt_tokens,
-            "context": compat.context_length(model),
+            "context": compat.context_length(self._model),
             "column": column,
             "chat": chat,
             "chat_template_kwargs": dict(chat_template_kwargs or {}),
@@ -263,6 +267,7 @@ class BatchGenerator(Fingerprinted):
             rows: The rows.
             at_hand: Whether none of them has to be waited for, so that they can be encoded many at a time.
         """
+        check_models(self._model, self._draft, self._speculation.config.packed_attention)  # also what changed since
         self.statistics = JobStatistics()
         engine = BatchEngine(
             self._model,

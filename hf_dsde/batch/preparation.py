@@ -102,9 +102,10 @@ class Preparation:
                 raise ValueError(msg)
         refusals.check_options(arguments.get("generation_config"), arguments)
         refusals.check_models(model, draft, packed_attention)
-        refusals.check_tokenizers(model, draft, tokenizer, None)
+        refusals.check_tokenizers(model, draft, tokenizer, arguments.get("assistant_tokenizer"))
         self._model = model
-        self._arguments = {name: value for name, value in arguments.items() if name != "stop_strings"}
+        asked = ("stop_strings", "assistant_tokenizer")
+        self._arguments = {name: value for name, value in arguments.items() if name not in asked}
         # Made of the whole vocabulary; data sets repeat a few sets of strings, or have one per row.
         self._stop_criterion = lru_cache(STOP_CRITERIA_KEPT)(partial(_stop_criterion, tokenizer))
         prepared = self._ask([0], 1)
