@@ -10,24 +10,21 @@ runs the same matrices with fewer kernels between them and looks back by lengths
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.block import TokenBlock
 from hf_dsde.fused.decoder import FusedDecoder
-from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts, Replay
+from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts
 from hf_dsde.packing import PackedTokens
 from hf_dsde.runner import BlockBuffers, EagerRunner, next_bucket, next_multiple
 from hf_dsde.transfers import upload
+from hf_dsde.workspaces import RecordedPass, Workspace, workspace_key, workspaces
 
 PACKED_WIDTHS = (4, 8, 16, 32, 64)
 """Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
@@ -41,88 +38,6 @@ REACH_FACTOR = 4
 they are recorded for 4000 slots instead of 500; those of 8 rows up to 2 %, those of one no longer."""
 CAPACITY_STEP = 256
 """Caches hold a multiple of this many slots, so that calls with similar prompts find the same one."""
-KEPT_WORKSPACES = 2
-"""Workspaces of a model that are kept between calls: a model may be target and draft at once."""
-
-
-@dataclass
-class _RecordedPass:
-    """A recorded pass and the static tensors that it reads.
-
-    Attributes:
-        replay: Runs the pass.
-        buffers: Its tokens and positions.
-        block: The same, flat, with the rows they belong to, for a fused pass; None for the model's own.
-        keep: Indices of the tokens whose logits a fused pass gives, if not all: the replay reads it.
-        choice: Number of the choice of rows that a padded `block` holds now.
-    """
-
-    replay: Replay
-    buffers: BlockBuffers
-    block: TokenBlock | None = None
-    keep: Tensor | None = None
-    choice: int = 0
-
-
-@dataclass
-class Workspace:
-    """What outlives a call: a cache, and the passes recorded over it. It does not keep the model alive.
-
-    Attributes:
-        key: What has to be equal for another call to use it.
-        cache: Keys and values.
-        passes: Recorded passes.
-        capture: Records further ones.
-    """
-
-    key: tuple[Any, ...]
-    cache: RaggedCache
-    passes: CapturedPasses[_RecordedPass]
-    capture: Capture
-
-    @property
-    def costs(self) -> RecordingCosts:
-        """What recording has cost since the workspace was made."""
-        return RecordingCosts(self.passes.captures, self.passes.seconds, self.capture.bytes)
-
-    def start_anew(self) -> None:
-        """Forget the last call's text, and which of its rows were still in at the end."""
-        self.cache.clear()
-        for entry in self.passes.entries():
-            entry.choice = -1
-
-
-class Workspaces:
-    """Idle workspaces by model. Taking one removes it, so that calls in several threads never share one."""
-
-    def __init__(self) -> None:
-        self._idle: WeakKeyDictionary[PreTrainedModel, list[Workspace]] = WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def take(self, model: PreTrainedModel, key: tuple[Any, ...], capacity: int) -> Workspace | None:
-        """Return a workspace with that key and at least that capacity; if there is none, free the idle ones."""
-        with self._lock:
-            idle = self._idle.get(model, [])
-            for place, workspace in enumerate(idle):
-                if workspace.key == key and workspace.cache.capacity >= capacity:
-                    return idle.pop(place)
-            self._idle.pop(model, None)
-            return None
-
-    def give_back(self, model: PreTrainedModel, workspace: Workspace) -> None:
-        """Keep a workspace for later calls."""
-        with self._lock:
-            idle = self._idle.setdefault(model, [])
-            idle.append(workspace)
-            del idle[:-KEPT_WORKSPACES]
-
-    def release(self, model: PreTrainedModel) -> None:
-        """Free all idle workspaces of a model."""
-        with self._lock:
-            self._idle.pop(model, None)
-
-
-workspaces = Workspaces()
 
 
 class GraphRunner(EagerRunner):
@@ -293,7 +208,7 @@ class GraphRunner(EagerRunner):
         self._live = self._live_index = upload(self.live_rows, self.device)
         self._choices += 1
 
-    def _entry(self, shape: tuple[Any, ...], longest: int) -> _RecordedPass | None:
+    def _entry(self, shape: tuple[Any, ...], longest: int) -> RecordedPass | None:
         """Return the recorded pass of a shape, None when it cannot be recorded."""
         reach = self._reach(longest)
         if self._reserve(reach):
@@ -314,7 +229,7 @@ class GraphRunner(EagerRunner):
         # A bound is no reason to grow the cache, only a length is.
         return min(reach, self.cache.capacity) if longest <= self.cache.capacity else reach
 
-    def _record(self, shape: tuple[Any, ...], reach: int) -> _RecordedPass:
+    def _record(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
         if shape[0] == "packed":
             return self._record_packed(shape[1], shape[2], reach)
         if shape[0] == "store":
@@ -326,20 +241,20 @@ class GraphRunner(EagerRunner):
             body = self._own_forward(buffers, reach, kept)
             if self._forward is not None:  # compiling may wait for the device as often as it likes
                 body()
-            return _RecordedPass(self._workspace.capture(body), buffers)
+            return RecordedPass(self._workspace.capture(body), buffers)
         block = self._fused_block(rows * width, width, buffers)
         self._place(block)
         columns = torch.arange(rows * width, device=self.device).view(rows, width)
         keep = None if kept == width else columns[:, -kept:].flatten()
         forward = self._fused_forward(block, reach, keep)
         replay = self._workspace.capture(lambda: forward().view(rows, kept, -1))
-        return _RecordedPass(replay, buffers, block, keep, self._choices)
+        return RecordedPass(replay, buffers, block, keep, self._choices)
 
-    def _record_packed(self, size: int, widest: int, reach: int, keep: Tensor | None = None) -> _RecordedPass:
+    def _record_packed(self, size: int, widest: int, reach: int, keep: Tensor | None = None) -> RecordedPass:
         buffers = BlockBuffers(1, size, self.device)
         block = self._fused_block(size, widest, buffers)
         replay = self._workspace.capture(self._fused_forward(block, reach, keep))
-        return _RecordedPass(replay, buffers, block, keep)
+        return RecordedPass(replay, buffers, block, keep)
 
     def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> TokenBlock:
         return TokenBlock(
@@ -382,17 +297,3 @@ class GraphRunner(EagerRunner):
         if self._live_index is not None:
             self.cache.select_rows(self._live_index)
         self._on_failure(failure)
-
-
-def workspace_key(model: PreTrainedModel, rows: int, config: SpeculationConfig, fused: bool) -> tuple[Any, ...] | None:
-    """Return what has to be equal for recorded passes to be right; None when nothing could tell.
-
-    Recorded passes read the weights where they lay and do what the modules did at the time. So the weights' addresses
-    count, and models with modules from elsewhere, such as adapters that can be switched off, record anew in each call.
-    """
-    kinds = {type(module).__module__.partition(".")[0] for module in model.modules()}
-    if not kinds <= {"torch", "transformers"}:
-        return None
-    addresses = tuple(t.data_ptr() for group in (model.parameters(), model.buffers()) for t in group)
-    settings = (config.runner, config.view_bucket, config.packed_attention, model.config._attn_implementation)
-    return (rows, fused, settings, hash(addresses))

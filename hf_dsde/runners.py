@@ -15,9 +15,10 @@ from hf_dsde import compat
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.decoder import FusedDecoder, why_not_fused
 from hf_dsde.fused.dispatch import ops_for
-from hf_dsde.graph_runner import GraphRunner, workspaces
+from hf_dsde.graph_runner import GraphRunner
 from hf_dsde.graphs import Capture, CudaCapture
 from hf_dsde.runner import EagerRunner, ModelRunner
+from hf_dsde.workspaces import workspaces
 
 COMPILED_SHAPES = 64
 """Shapes of a model's pass that torch.compile may keep; its own limit is lower than the number of shapes in a text."""

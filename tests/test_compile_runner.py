@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 import hf_dsde
 from hf_dsde import runners
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.graph_runner import workspaces
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.runners import COMPILED_SHAPES, RunnerWarning, compiled_forward
+from hf_dsde.workspaces import workspaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 INPUTS = ragged_batch(random_lengths(4))
