@@ -23,6 +23,7 @@ from transformers.activations import SiLUActivation
 from hf_dsde import attention, compat
 from hf_dsde.cache import RaggedCache
 from hf_dsde.fused.block import TokenBlock
+from hf_dsde.fused.dispatch import why_no_kernels
 
 FAMILIES = {
     f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
@@ -40,6 +41,7 @@ _LAYER_PARTS = {
 _QK_NORMS = {".self_attn.q_norm": "RMSNorm", ".self_attn.k_norm": "RMSNorm"}
 _OTHER_ARITHMETIC = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "pretraining_tp": 1}
 """Fields that ask for other arithmetic unless they have this value, where a configuration has them."""
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class FusedOps(Protocol):
@@ -349,6 +351,10 @@ def _arithmetic_reasons(model: Any) -> Iterator[str]:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         yield f"its parameters are on several devices ({', '.join(devices)})"
+    if (reason := why_no_kernels(model.device)) is not None:
+        yield reason
+    if model.device.type == "cuda" and model.dtype not in _KERNEL_DTYPES:
+        yield f"its weights are {model.dtype}, and the kernels sum in float32"
     fields = {name: getattr(model.config, name, usual) for name, usual in _OTHER_ARITHMETIC.items()}
     for name, value in fields.items():
         if value not in (None, _OTHER_ARITHMETIC[name]):
