@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.block import TokenBlock
 from hf_dsde.fused.decoder import FusedDecoder
-from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts
+from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
 from hf_dsde.packing import PackedTokens
+from hf_dsde.recording_key import Key
 from hf_dsde.runner import BlockBuffers, EagerRunner, next_bucket, next_multiple
 from hf_dsde.transfers import upload
-from hf_dsde.workspaces import RecordedPass, Workspace, workspace_key, workspaces
+from hf_dsde.workspaces import RecordedPass, Workspace, workspaces
 
 PACKED_WIDTHS = (4, 8, 16, 32, 64)
 """Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
@@ -49,6 +50,7 @@ class GraphRunner(EagerRunner):
         capacity: As for any runner.
         config: As for any runner.
         fused: Runs the model's layers with fewer kernels; None to record the model's own forward pass.
+        key: What has to be equal for what an earlier call has recorded to be used; None to record everything.
         make_capture: Called when there is no workspace to reuse; returns what records passes.
         forward: Stands in for the model when its own forward pass is recorded, such as a compiled one.
         widths: Block widths that are recorded, ascending; None for those of any runner.
@@ -63,6 +65,7 @@ class GraphRunner(EagerRunner):
         config: SpeculationConfig,
         *,
         fused: FusedDecoder | None,
+        key: Key | None,
         make_capture: Callable[[], Capture],
         on_failure: Callable[[Exception], None],
         forward: Callable[..., Any] | None = None,
@@ -74,10 +77,12 @@ class GraphRunner(EagerRunner):
         self._fused = fused
         self._on_failure = on_failure
         self._recording = True
-        key = workspace_key(model, rows, config, fused is not None)
-        found = workspaces.take(model, key, capacity) if key is not None else None
-        self._kept = key is not None
-        self._workspace = found or Workspace(key or (), self.cache, CapturedPasses(config.max_graphs), make_capture())
+        self._workspace = workspaces.take(model, key, capacity) or Workspace(
+            key, self.cache, CapturedPasses(config.max_graphs), make_capture()
+        )
+        if key is None:
+            self._workspace.cache = self.cache
+        self._workspace.passes.limit_to(config.max_graphs)
         self._workspace.start_anew()
         self.cache = self._workspace.cache
         self._before = self._workspace.costs
@@ -110,8 +115,8 @@ class GraphRunner(EagerRunner):
         return "padded", len(self._live), bucket, keep if keep == 1 else bucket
 
     def finish(self) -> None:
-        """Keep what was recorded for the next call."""
-        if self._kept and self._recording:
+        """Keep what was recorded for the next call, if calls may keep anything."""
+        if self._config.keep_memory and self._recording:
             workspaces.give_back(self.model, self._workspace)
 
     def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
@@ -270,10 +275,14 @@ class GraphRunner(EagerRunner):
         """Return the model's own forward pass, with the masks that it needs."""
 
         def body() -> Tensor:
+            # Weights that autocast has cast for whoever called may be gone when this is replayed.
+            torch.clear_autocast_cache()
             buffers.masks.clear()
             self._fill_masks(buffers, view)
             self.cache.aim(buffers.positions, view)
-            return self._execute(buffers, kept, self._forward)
+            logits = self._execute(buffers, kept, self._forward)
+            torch.clear_autocast_cache()
+            return logits
 
         return body
 
@@ -291,7 +300,12 @@ class GraphRunner(EagerRunner):
         block.counts.zero_().index_fill_(0, self._live, width)
 
     def _give_up(self, failure: Exception) -> None:
-        """Go on without recording: bring the cache into the form that an eager pass takes, and say why."""
+        """Go on without recording: bring the cache into the form that an eager pass takes, and say why.
+
+        Raises:
+            torch.OutOfMemoryError: If memory ran out: that says nothing about the model.
+        """
+        raise_out_of_memory(failure)
         self._recording = False
         self._workspace.passes.clear()
         if self._live_index is not None:

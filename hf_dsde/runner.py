@@ -25,6 +25,7 @@ from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.memory import check_cache_fits
+from hf_dsde.torch_modes import Autocast
 from hf_dsde.transfers import upload
 
 WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
@@ -143,6 +144,7 @@ class ModelRunner(ABC):
         self._keeps_last = compat.supports_logits_to_keep(model)
         self._buffers: dict[int, BlockBuffers] = {}
         self._single_device = single_device(model)
+        self._autocast = Autocast.on(self.device)
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -365,14 +367,15 @@ class EagerRunner(ModelRunner):
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
             arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
-        output = (forward or self.model)(
-            input_ids=buffers.tokens,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            position_ids=buffers.position_ids,
-            use_cache=True,
-            return_dict=True,
-            **arguments,
-        )
+        with self._autocast.held():  # the cache has the dtype that the first pass had
+            output = (forward or self.model)(
+                input_ids=buffers.tokens,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=buffers.position_ids,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            )
         logits: Tensor = output.logits
         return logits
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,7 +17,9 @@ from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.block import TokenBlock
 from hf_dsde.graphs import Capture, CapturedPasses, RecordingCosts, Replay
+from hf_dsde.recording_key import Key, recording_key
 from hf_dsde.runner import BlockBuffers
+from hf_dsde.torch_modes import lasting
 
 KEPT_WORKSPACES = 2
 """Workspaces of a model that are kept between calls: a model may be target and draft at once."""
@@ -51,12 +53,15 @@ class Workspace:
         cache: Keys and values.
         passes: Recorded passes.
         capture: Records further ones.
+        anchor: Holds the memory that recordings share while there are none, so that it is used again: torch takes that
+            of a pool without recordings back only when a device has run out of memory.
     """
 
-    key: tuple[Any, ...]
+    key: Key | None
     cache: RaggedCache
     passes: CapturedPasses[RecordedPass]
     capture: Capture
+    anchor: Replay | None = None
 
     @property
     def costs(self) -> RecordingCosts:
@@ -77,18 +82,28 @@ class Workspaces:
         self._idle: WeakKeyDictionary[PreTrainedModel, list[Workspace]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def take(self, model: PreTrainedModel, key: tuple[Any, ...], capacity: int) -> Workspace | None:
-        """Return a workspace with that key and at least that capacity; if there is none, free the idle ones."""
+    def take(self, model: PreTrainedModel, key: Key | None, capacity: int) -> Workspace | None:
+        """Return a workspace with that key and at least that capacity; if there is none, free the idle ones.
+
+        Of no key, the workspace that is returned has neither a cache that is large enough nor anything recorded.
+        """
         with self._lock:
             idle = self._idle.get(model, [])
             for place, workspace in enumerate(idle):
-                if workspace.key == key and workspace.cache.capacity >= capacity:
+                if workspace.key == key and (key is None or workspace.cache.capacity >= capacity):
                     return idle.pop(place)
             self._idle.pop(model, None)
             return None
 
     def give_back(self, model: PreTrainedModel, workspace: Workspace) -> None:
-        """Keep a workspace for later calls."""
+        """Keep a workspace for later calls; of one without a key, the memory for what they record."""
+        if workspace.key is None:
+            if workspace.anchor is None:
+                device = model.device
+                with lasting():
+                    workspace.anchor = workspace.capture(lambda: torch.zeros(1, device=device))
+            workspace.passes.clear()
+            workspace.cache = RaggedCache(len(workspace.cache.ragged_layers), 0)
         with self._lock:
             idle = self._idle.setdefault(model, [])
             idle.append(workspace)
@@ -103,15 +118,14 @@ class Workspaces:
 workspaces = Workspaces()
 
 
-def workspace_key(model: PreTrainedModel, rows: int, config: SpeculationConfig, fused: bool) -> tuple[Any, ...] | None:
-    """Return what has to be equal for recorded passes to be right; None when nothing could tell.
+def workspace_key(model: PreTrainedModel, rows: int, config: SpeculationConfig, fused: bool) -> Key | None:
+    """Return what has to be equal for a workspace to be used again; None when nothing could tell.
 
-    Recorded passes read the weights where they lay and do what the modules did at the time. So the weights' addresses
-    count, and models with modules from elsewhere, such as adapters that can be switched off, record anew in each call.
+    Args:
+        model: As it is now.
+        rows: Rows of the cache.
+        config: Says how passes are run.
+        fused: Whether `FusedDecoder` runs them.
     """
-    kinds = {type(module).__module__.partition(".")[0] for module in model.modules()}
-    if not kinds <= {"torch", "transformers"}:
-        return None
-    addresses = tuple(t.data_ptr() for group in (model.parameters(), model.buffers()) for t in group)
-    settings = (config.runner, config.view_bucket, config.packed_attention, model.config._attn_implementation)
-    return (rows, fused, settings, hash(addresses))
+    key = recording_key(model)
+    return None if key is None else (rows, fused, config.runner, config.view_bucket, config.packed_attention, key)

@@ -24,6 +24,7 @@ from hf_dsde import attention, compat
 from hf_dsde.cache import RaggedCache
 from hf_dsde.fused.block import TokenBlock
 from hf_dsde.fused.dispatch import why_no_kernels
+from hf_dsde.torch_modes import Autocast, without_autocast
 
 FAMILIES = {
     f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
@@ -159,7 +160,6 @@ class FusedDecoder:
         windows = _windows(type(model).__module__, body.config)
         self._layers = [_Layer.of(layer, window) for layer, window in zip(_layers(model), windows, strict=True)]
 
-    @torch.no_grad()
     def __call__(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> Tensor:
         """Run a block, storing its keys and values in the slots that its positions name.
 
@@ -176,6 +176,10 @@ class FusedDecoder:
         Raises:
             RuntimeError: If a layer of the cache has no buffers yet.
         """
+        with torch.no_grad(), without_autocast(block.tokens.device):
+            return self._run(block, cache, reach, keep)
+
+    def _run(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> Tensor:
         ops = self._ops
         stream = self._embedding(block.tokens)
         turn = self._rotary(stream, block.positions.clamp_min(0)[None])
@@ -355,6 +359,8 @@ def _arithmetic_reasons(model: Any) -> Iterator[str]:
         yield reason
     if model.device.type == "cuda" and model.dtype not in _KERNEL_DTYPES:
         yield f"its weights are {model.dtype}, and the kernels sum in float32"
+    if (dtype := Autocast.on(model.device).dtype) is not None:
+        yield f"autocast makes some of its operations {dtype}, and a fused pass takes the dtypes that tensors have"
     fields = {name: getattr(model.config, name, usual) for name, usual in _OTHER_ARITHMETIC.items()}
     for name, value in fields.items():
         if value not in (None, _OTHER_ARITHMETIC[name]):
