@@ -134,7 +134,7 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     return None
 
 
-def compiled_forward(model: PreTrainedModel, backend: str = "inductor") -> Callable[..., Any]:
+def compiled_forward(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """Return the model's forward pass through torch.compile, which fuses kernels at the first call of each shape.
 
     Args:
