@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -160,6 +160,12 @@ class ModelRunner(ABC):
     def replays(self) -> bool:
         """Whether what `stage` returns replays a recorded pass: it takes no memory but for a copy of the result."""
         return False
+
+    @property
+    def conditions(self) -> tuple[Hashable, ...]:
+        """What decides how long a pass takes, besides its rows and tokens."""
+        how = (self.replays, self.packs, self._config.runner, self.packed)
+        return *how, self.model.dtype, self.device, self._autocast
 
     def recorded(self, width: int, longest: int) -> bool:  # noqa: ARG002 - nothing is, by default
         """Whether a block of this width, arguments as in `stage`, is replayed from a recording that exists already."""
