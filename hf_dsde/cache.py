@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from hf_dsde.torch_modes import lasting
+
 GROWTH = 1.5
 """Factor by which a full cache grows, so that a long text is copied a logarithmic number of times."""
 
@@ -37,8 +39,9 @@ class RaggedLayer(CacheLayerMixin):
         """Allocate the buffers with the heads, dtype and device of the first states, which may be of some rows only."""
         rows, heads = self.plan.rows or len(key_states), key_states.shape[1]
         slots = self.plan.capacity + 1
-        self.keys = key_states.new_zeros(rows, heads, slots, key_states.shape[-1])
-        self.values = value_states.new_zeros(rows, heads, slots, value_states.shape[-1])
+        with lasting():
+            self.keys = key_states.new_zeros(rows, heads, slots, key_states.shape[-1])
+            self.values = value_states.new_zeros(rows, heads, slots, value_states.shape[-1])
         self.is_initialized = True
 
     def update(
@@ -75,7 +78,8 @@ class RaggedLayer(CacheLayerMixin):
         """Move the states into buffers of `capacity` slots plus the discard slot."""
         if self.is_initialized:
             added = (0, 0, 0, capacity - self.plan.capacity)
-            self.keys, self.values = (torch.nn.functional.pad(states, added) for states in self._states())
+            with lasting():
+                self.keys, self.values = (torch.nn.functional.pad(states, added) for states in self._states())
 
     def clear(self) -> None:
         """Fill the buffers with zeros."""

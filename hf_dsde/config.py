@@ -50,6 +50,8 @@ class SpeculationConfig:
         packed_attention: Whether query heads that share a key-value head are folded into the query length.
         costs: What passes cost, as `CostModel.to_dict` gives it, for policies that weigh cost against gain. None lets
             the first call of a pair and batch size measure it.
+        keep_memory: Whether caches and recorded passes stay on the device for the next call. Without them, each call
+            records its passes again: for loops that train between two calls, and need the memory.
         refresh_costs: Whether the timings of rounds go on moving the costs. Decisions that rest on timings differ from
             run to run, and with them the draws of a sampled text; given costs without refreshing can be repeated.
     """
@@ -70,6 +72,7 @@ class SpeculationConfig:
     packed_attention: bool = True
     costs: dict[str, Any] | None = field(default=None, hash=False)
     refresh_costs: bool = True
+    keep_memory: bool = True
 
     def __post_init__(self) -> None:
         """Check every field and bring it into the form that JSON gives back."""
@@ -98,6 +101,7 @@ class SpeculationConfig:
         check_flag("drop_finished_rows", self.drop_finished_rows)
         check_flag("packed_attention", self.packed_attention)
         check_flag("refresh_costs", self.refresh_costs)
+        check_flag("keep_memory", self.keep_memory)
         if self.costs is not None:
             object.__setattr__(self, "costs", CostModel.from_dict(self.costs).to_dict())
         self.build_policy()

@@ -10,26 +10,24 @@ runs the same matrices with fewer kernels between them and looks back by lengths
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.block import TokenBlock
 from hf_dsde.fused.decoder import FusedDecoder
-from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts, Replay
+from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
 from hf_dsde.packing import PackedTokens
+from hf_dsde.recording_key import Key
 from hf_dsde.runner import BlockBuffers, EagerRunner, next_bucket, next_multiple
 from hf_dsde.spans import Span, flat_places, portions, total_count
 from hf_dsde.transfers import upload
+from hf_dsde.workspaces import RecordedPass, Workspace, workspaces
 
 PACKED_WIDTHS = (4, 8, 16, 32, 64)
 """Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
@@ -46,94 +44,12 @@ CAPACITY_STEP = 256
 FINE_ROWS = 64
 """Rows above which passes get smaller by a third or a quarter, and not only by half, as rows finish: there, arithmetic
 and reading the cache outweigh reading the weights."""
-KEPT_WORKSPACES = 2
-"""Workspaces of a model that are kept between calls: a model may be target and draft at once."""
 
 
 def next_row_count(rows: int) -> int:
     """Return the rows of a pass when `rows` are left: a power of two, or above `FINE_ROWS` also three halves of one."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if power > FINE_ROWS and rows <= power * 3 // 4 else power
-
-
-@dataclass
-class _RecordedPass:
-    """A recorded pass and the static tensors that it reads.
-
-    Attributes:
-        replay: Runs the pass.
-        buffers: Its tokens and positions.
-        block: The same, flat, with the rows they belong to, for a fused pass; None for the model's own.
-        keep: Indices of the tokens whose logits a fused pass gives, if not all: the replay reads it.
-        choice: Number of the choice of rows that a padded `block` holds now.
-    """
-
-    replay: Replay
-    buffers: BlockBuffers
-    block: TokenBlock | None = None
-    keep: Tensor | None = None
-    choice: int = 0
-
-
-@dataclass
-class Workspace:
-    """What outlives a call: a cache, and the passes recorded over it. It does not keep the model alive.
-
-    Attributes:
-        key: What has to be equal for another call to use it.
-        cache: Keys and values.
-        passes: Recorded passes.
-        capture: Records further ones.
-    """
-
-    key: tuple[Any, ...]
-    cache: RaggedCache
-    passes: CapturedPasses[_RecordedPass]
-    capture: Capture
-
-    @property
-    def costs(self) -> RecordingCosts:
-        """What recording has cost since the workspace was made."""
-        return RecordingCosts(self.passes.captures, self.passes.seconds, self.capture.bytes)
-
-    def start_anew(self) -> None:
-        """Forget the last call's text, and which of its rows were still in at the end."""
-        self.cache.clear()
-        for entry in self.passes.entries():
-            entry.choice = -1
-
-
-class Workspaces:
-    """Idle workspaces by model. Taking one removes it, so that calls in several threads never share one."""
-
-    def __init__(self) -> None:
-        self._idle: WeakKeyDictionary[PreTrainedModel, list[Workspace]] = WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def take(self, model: PreTrainedModel, key: tuple[Any, ...], capacity: int) -> Workspace | None:
-        """Return a workspace with that key and at least that capacity; if there is none, free the idle ones."""
-        with self._lock:
-            idle = self._idle.get(model, [])
-            for place, workspace in enumerate(idle):
-                if workspace.key == key and workspace.cache.capacity >= capacity:
-                    return idle.pop(place)
-            self._idle.pop(model, None)
-            return None
-
-    def give_back(self, model: PreTrainedModel, workspace: Workspace) -> None:
-        """Keep a workspace for later calls."""
-        with self._lock:
-            idle = self._idle.setdefault(model, [])
-            idle.append(workspace)
-            del idle[:-KEPT_WORKSPACES]
-
-    def release(self, model: PreTrainedModel) -> None:
-        """Free all idle workspaces of a model."""
-        with self._lock:
-            self._idle.pop(model, None)
-
-
-workspaces = Workspaces()
 
 
 class GraphRunner(EagerRunner):
@@ -145,6 +61,7 @@ class GraphRunner(EagerRunner):
         capacity: As for any runner.
         config: As for any runner.
         fused: Runs the model's layers with fewer kernels; None to record the model's own forward pass.
+        key: What has to be equal for what an earlier call has recorded to be used; None to record everything.
         make_capture: Called when there is no workspace to reuse; returns what records passes.
         forward: Stands in for the model when its own forward pass is recorded, such as a compiled one.
         widths: Block widths that are recorded, ascending; None for those of any runner.
@@ -159,6 +76,7 @@ class GraphRunner(EagerRunner):
         config: SpeculationConfig,
         *,
         fused: FusedDecoder | None,
+        key: Key | None,
         make_capture: Callable[[], Capture],
         on_failure: Callable[[Exception], None],
         forward: Callable[..., Any] | None = None,
@@ -170,10 +88,12 @@ class GraphRunner(EagerRunner):
         self._fused = fused
         self._on_failure = on_failure
         self._recording = True
-        key = workspace_key(model, rows, config, fused is not None)
-        found = workspaces.take(model, key, capacity) if key is not None else None
-        self._kept = key is not None
-        self._workspace = found or Workspace(key or (), self.cache, CapturedPasses(config.max_graphs), make_capture())
+        self._workspace = workspaces.take(model, key, capacity) or Workspace(
+            key, self.cache, CapturedPasses(config.max_graphs), make_capture()
+        )
+        if key is None:
+            self._workspace.cache = self.cache
+        self._workspace.passes.limit_to(config.max_graphs)
         self._workspace.start_anew()
         self.cache = self._workspace.cache
         self._before = self._workspace.costs
@@ -206,8 +126,8 @@ class GraphRunner(EagerRunner):
         return "padded", len(self._live), bucket, keep if keep == 1 else bucket
 
     def finish(self) -> None:
-        """Keep what was recorded for the next call."""
-        if self._kept and self._recording:
+        """Keep what was recorded for the next call, if calls may keep anything."""
+        if self._config.keep_memory and self._recording:
             workspaces.give_back(self.model, self._workspace)
 
     def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
@@ -321,7 +241,7 @@ class GraphRunner(EagerRunner):
         self._live = self._live_index = upload(self.live_rows, self.device)
         self._choices += 1
 
-    def _entry(self, shape: tuple[Any, ...], longest: int) -> _RecordedPass | None:
+    def _entry(self, shape: tuple[Any, ...], longest: int) -> RecordedPass | None:
         """Return the recorded pass of a shape, None when it cannot be recorded."""
         self._make_room(longest)
         reach = self._reach(longest)
@@ -351,7 +271,7 @@ class GraphRunner(EagerRunner):
             reach *= REACH_FACTOR
         return min(reach, self.cache.capacity)
 
-    def _record(self, shape: tuple[Any, ...], reach: int) -> _RecordedPass:
+    def _record(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
         if shape[0] == "packed":
             return self._record_packed(shape[1], shape[2], reach)
         if shape[0] == "store":
@@ -362,21 +282,21 @@ class GraphRunner(EagerRunner):
             body = self._own_forward(buffers, reach, kept)
             if self._forward is not None:  # compiling may wait for the device as often as it likes
                 body()
-            return _RecordedPass(self._workspace.capture(body), buffers)
+            return RecordedPass(self._workspace.capture(body), buffers)
         block = self._fused_block(rows * width, width, buffers)
         self._place(block)
         columns = torch.arange(rows * width, device=self.device).view(rows, width)
         keep = None if kept == width else columns[:, -kept:].flatten()
         forward = self._fused_forward(block, reach, keep)
         replay = self._workspace.capture(lambda: forward().view(rows, kept, -1))
-        return _RecordedPass(replay, buffers, block, keep, self._choices)
+        return RecordedPass(replay, buffers, block, keep, self._choices)
 
-    def _record_packed(self, size: int, widest: int, reach: int) -> _RecordedPass:
+    def _record_packed(self, size: int, widest: int, reach: int) -> RecordedPass:
         buffers = BlockBuffers(1, size, self.device)
         block = self._fused_block(size, widest, buffers)
-        return _RecordedPass(self._workspace.capture(self._fused_forward(block, reach, None)), buffers, block)
+        return RecordedPass(self._workspace.capture(self._fused_forward(block, reach, None)), buffers, block)
 
-    def _record_store(self, size: int, reach: int) -> _RecordedPass:
+    def _record_store(self, size: int, reach: int) -> RecordedPass:
         fused, cache, buffers = self._fused, self.cache, BlockBuffers(1, size, self.device)
         assert fused is not None
         block = self._fused_block(size, size, buffers)
@@ -385,7 +305,7 @@ class GraphRunner(EagerRunner):
             fused.store(block, cache, reach)
             return block.tokens  # a recording has to have a result
 
-        return _RecordedPass(self._workspace.capture(body), buffers, block)
+        return RecordedPass(self._workspace.capture(body), buffers, block)
 
     def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> TokenBlock:
         return TokenBlock(
@@ -401,10 +321,14 @@ class GraphRunner(EagerRunner):
         """Return the model's own forward pass, with the masks that it needs."""
 
         def body() -> Tensor:
+            # Weights that autocast has cast for whoever called may be gone when this is replayed.
+            torch.clear_autocast_cache()
             buffers.masks.clear()
             self._fill_masks(buffers, view)
             self.cache.aim(buffers.positions, view)
-            return self._execute(buffers, kept, self._forward)
+            logits = self._execute(buffers, kept, self._forward)
+            torch.clear_autocast_cache()
+            return logits
 
         return body
 
@@ -422,23 +346,14 @@ class GraphRunner(EagerRunner):
         block.counts.zero_().index_fill_(0, self._live, width)
 
     def _give_up(self, failure: Exception) -> None:
-        """Go on without recording: bring the cache into the form that an eager pass takes, and say why."""
+        """Go on without recording: bring the cache into the form that an eager pass takes, and say why.
+
+        Raises:
+            torch.OutOfMemoryError: If memory ran out: that says nothing about the model.
+        """
+        raise_out_of_memory(failure)
         self._recording = False
         self._workspace.passes.clear()
         if self._live_index is not None:
             self.cache.select_rows(self._live_index)
         self._on_failure(failure)
-
-
-def workspace_key(model: PreTrainedModel, rows: int, config: SpeculationConfig, fused: bool) -> tuple[Any, ...] | None:
-    """Return what has to be equal for recorded passes to be right; None when nothing could tell.
-
-    Recorded passes read the weights where they lay and do what the modules did at the time. So the weights' addresses
-    count, and models with modules from elsewhere, such as adapters that can be switched off, record anew in each call.
-    """
-    kinds = {type(module).__module__.partition(".")[0] for module in model.modules()}
-    if not kinds <= {"torch", "transformers"}:
-        return None
-    addresses = tuple(t.data_ptr() for group in (model.parameters(), model.buffers()) for t in group)
-    settings = (config.runner, config.view_bucket, config.packed_attention, model.config._attn_implementation)
-    return (rows, fused, settings, hash(addresses))

@@ -9,17 +9,21 @@ addresses only: whoever records a body keeps every tensor alive that it reads an
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_dsde.torch_modes import lasting
 
 Body = Callable[[], Tensor]
 
@@ -105,31 +109,37 @@ class CudaCapture:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                _warm_up(body)
-                if not self._replays:
-                    self._pool = torch.cuda.graph_pool_handle()
-                torch._C._cuda_clearCublasWorkspaces()
-                # Not `torch.cuda.graph`, which empties the allocator's cache before every capture; and other threads,
-                # such as those of a data loader, may go on allocating.
-                graph = torch.cuda.CUDAGraph()
-                torch.cuda.synchronize()
-                before = torch.cuda.memory_reserved()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    output = body()
-                except BaseException:
-                    with suppress(RuntimeError):  # it says again what the body has said already
-                        graph.capture_end()
-                    self._release_generator()
-                    raise
-                graph.capture_end()
-                torch._C._cuda_clearCublasWorkspaces()
-                self.bytes += torch.cuda.memory_reserved() - before
-            current.wait_stream(self._stream)
-        replay = CudaReplay(graph, output)
+            try:
+                with torch.cuda.stream(self._stream):
+                    _warm_up(body)
+                    replay = self._record(body)
+            finally:  # also when the body raises: whoever goes on must not overtake what it has launched
+                current.wait_stream(self._stream)
         self._replays.add(replay)
         return replay
+
+    def _record(self, body: Body) -> CudaReplay:
+        """Record `body` in the current stream."""
+        if not self._replays:
+            self._pool = torch.cuda.graph_pool_handle()
+        torch._C._cuda_clearCublasWorkspaces()
+        # Not `torch.cuda.graph`, which empties the allocator's cache before every capture; and other threads,
+        # such as those of a data loader, may go on allocating.
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            output = body()
+        except BaseException:
+            with suppress(RuntimeError):  # it says again what the body has said already
+                graph.capture_end()
+            self._release_generator()
+            raise
+        graph.capture_end()
+        torch._C._cuda_clearCublasWorkspaces()
+        self.bytes += torch.cuda.memory_reserved() - before
+        return CudaReplay(graph, output)
 
     def _release_generator(self) -> None:
         """Let random numbers be drawn again after a capture that failed, by one that does not.
@@ -150,17 +160,24 @@ def _warm_up(body: Body) -> None:
     Launching a pass takes the host as long as replaying several, so that it is not done more often than it must.
     """
     try:
-        with _waiting_raises():
+        with NoWaiting(), _waiting_raises():
             body()
-    except Exception:  # noqa: BLE001 - what was only needed the first time has been done, or this raises it again
+    except Exception as failure:  # noqa: BLE001 - what was only needed the first time has been done, or this raises it again
+        raise_out_of_memory(failure)
         body()
-        with _waiting_raises():
+        with NoWaiting(), _waiting_raises():
             body()
 
 
 @contextmanager
 def _waiting_raises() -> Iterator[None]:
-    """Let operations raise that wait for the device: inside of a capture they would also leave it in a bad state."""
+    """Let torch raise where it waits for the device, also deep inside an operation, if that is nobody else's business.
+
+    The mode is the whole process's: another thread would find that its own operations raise.
+    """
+    if threading.active_count() > 1:
+        yield
+        return
     mode = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
@@ -169,6 +186,57 @@ def _waiting_raises() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Lets operations of this thread raise that wait for the device: capturing them would leave it in a bad state."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation unless it waits."""
+        if _waits(func, args, kwargs or {}):
+            raise RuntimeError(f"{func} waits for the device, which nothing that is recorded may do")
+        return func(*args, **(kwargs or {}))
+
+
+_WAITING = frozenset(
+    {
+        "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero",
+        "aten::nonzero_numpy", "aten::masked_select", "aten::unique_dim", "aten::unique_consecutive",
+        "aten::unique_dim_consecutive", "aten::_unique", "aten::_unique2", "aten::bincount", "aten::linalg_eig",
+        "aten::_linalg_check_errors", "aten::segment_reduce",
+    }
+)  # fmt: skip
+"""Operations whose result the host needs, or whose result's shape depends on data."""
+
+
+def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation makes the host wait for a CUDA device; on a CPU, whether it would."""
+    name = func.name().partition(".")[0]
+    if name in _WAITING or (name == "aten::repeat_interleave" and kwargs.get("output_size") is None):
+        return True
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        by_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        return by_mask and not (name != "aten::index" and args[2].numel() == 1 and args[2].device.type == "cpu")
+    if name == "aten::where":  # a number in a CPU's tensor is brought to the device
+        return {value.device.type for value in args if isinstance(value, Tensor)} == {"cpu", "cuda"}
+    if name == "aten::_to_copy":
+        target = kwargs.get("device") or args[0].device
+        return not kwargs.get("non_blocking") and {args[0].device.type, torch.device(target).type} == {"cpu", "cuda"}
+    if name == "aten::copy_":
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+        return not non_blocking and {args[0].device.type, args[1].device.type} == {"cpu", "cuda"}
+    return False
+
+
+def raise_out_of_memory(failure: Exception) -> None:
+    """Raise `torch.OutOfMemoryError` if that is what a failed recording comes to; CUDA's libraries say it otherwise."""
+    if isinstance(failure, torch.OutOfMemoryError):
+        raise failure
+    words = str(failure).lower()
+    if isinstance(failure, RuntimeError) and ("out of memory" in words or "alloc_failed" in words):
+        raise torch.OutOfMemoryError(str(failure)) from failure
 
 
 Entry = TypeVar("Entry")
@@ -205,10 +273,17 @@ class CapturedPasses(Generic[Entry]):
         started = time.perf_counter()
         while len(self._entries) >= self.limit:
             self._entries.popitem(last=False)
-        entry = self._entries[key] = record()
+        with lasting():
+            entry = self._entries[key] = record()
         self.seconds += time.perf_counter() - started
         self.captures += 1
         return entry
+
+    def limit_to(self, limit: int) -> None:
+        """Keep no more than so many entries from now on."""
+        self.limit = limit
+        while len(self._entries) > limit:
+            self._entries.popitem(last=False)
 
     def entries(self) -> list[Entry]:
         """Return what is recorded."""

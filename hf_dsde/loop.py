@@ -164,7 +164,7 @@ class SpeculativeLoop:
         self._target.finish()
         self._drafter.finish()
         if self._costs is not None and self._config.cost_model is None:
-            remember_costs(self._target.model, self._drafter.model, self._costs.learnt)
+            remember_costs(self._target, self._drafter, self._costs.learnt)
 
     def _round(self, request: DraftRequest) -> DraftRequest:
         """Draft, verify, commit, observe; return what the next round shall draft."""

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from hf_dsde import runners
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.graphs import Capture, Replay
+from hf_dsde.graphs import Capture, Replay, raise_out_of_memory
 from hf_dsde.policies.base import Recorder, TensorFunction, as_it_is
 from hf_dsde.runners import RunnerWarning
+from hf_dsde.torch_modes import lasting, without_autocast
 
 KEPT_FUNCTIONS = 16
 """Functions that are kept for later calls: a policy has up to three for a number of rows."""
@@ -61,8 +62,10 @@ class RecordedFunction:
         signature = [(argument.shape, argument.dtype) for argument in arguments]
         if self._replay is None or signature != self._signature:
             try:
-                self._record(arguments, signature)
+                with lasting(), without_autocast(arguments[0].device):
+                    self._record(arguments, signature)
             except Exception as failure:  # noqa: BLE001 - whatever the function or the device has against recording
+                raise_out_of_memory(failure)
                 self._failed, self._replay = True, None
                 self._on_failure(failure)
                 return self._function(*arguments)
@@ -138,7 +141,8 @@ class _Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._capture = runners.capture_on(device)
-        self._anchor = self._capture(lambda: torch.zeros(1, device=device))
+        with lasting():
+            self._anchor = self._capture(lambda: torch.zeros(1, device=device))
         self._kept: OrderedDict[Hashable, RecordedFunction] = OrderedDict()
         self.warned = False
 

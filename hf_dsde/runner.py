@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -26,6 +26,7 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.memory import check_cache_fits
 from hf_dsde.spans import Span, similar_counts
+from hf_dsde.torch_modes import Autocast
 from hf_dsde.transfers import upload
 
 WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
@@ -149,6 +150,7 @@ class ModelRunner(ABC):
         self._keeps_last = compat.supports_logits_to_keep(model)
         self._buffers: dict[int, BlockBuffers] = {}
         self._single_device = single_device(model)
+        self._autocast = Autocast.on(self.device)
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -164,6 +166,12 @@ class ModelRunner(ABC):
     def replays(self) -> bool:
         """Whether what `stage` returns replays a recorded pass: it takes no memory but for a copy of the result."""
         return False
+
+    @property
+    def conditions(self) -> tuple[Hashable, ...]:
+        """What decides how long a pass takes, besides its rows and tokens."""
+        how = (self.replays, self.packs, self._config.runner, self.packed)
+        return *how, self.model.dtype, self.device, self._autocast
 
     def recorded(self, width: int, longest: int) -> bool:  # noqa: ARG002 - nothing is, by default
         """Whether a block of this width, arguments as in `stage`, is replayed from a recording that exists already."""
@@ -353,14 +361,15 @@ class EagerRunner(ModelRunner):
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
             arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
-        output = (forward or self.model)(
-            input_ids=buffers.tokens,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            position_ids=buffers.position_ids,
-            use_cache=True,
-            return_dict=True,
-            **arguments,
-        )
+        with self._autocast.held():  # the cache has the dtype that the first pass had
+            output = (forward or self.model)(
+                input_ids=buffers.tokens,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=buffers.position_ids,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            )
         logits: Tensor = output.logits
         return logits
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -15,15 +16,21 @@ from hf_dsde import compat
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.decoder import FusedDecoder, why_not_fused
 from hf_dsde.fused.dispatch import ops_for
-from hf_dsde.graph_runner import GraphRunner, workspaces
+from hf_dsde.graph_runner import GraphRunner
 from hf_dsde.graphs import Capture, CudaCapture
 from hf_dsde.runner import EagerRunner, ModelRunner
+from hf_dsde.workspaces import workspace_key, workspaces
 
 COMPILED_SHAPES = 64
 """Shapes of a model's pass that torch.compile may keep; its own limit is lower than the number of shapes in a text."""
+KEPT_FAILURES = 4
+"""States of a model in which recording failed that are remembered."""
 
-_unrecordable: WeakSet[PreTrainedModel] = WeakSet()
-"""Models that could not be recorded; each has been warned about."""
+_lock = threading.RLock()  # collecting garbage may reach a weak dictionary in the middle of another use of it
+_unrecordable: WeakKeyDictionary[PreTrainedModel, dict[Hashable, str]] = WeakKeyDictionary()
+"""Why recording failed, for each state of a model in which it did."""
+_warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+"""Reasons that were given for a model."""
 
 
 class RunnerWarning(UserWarning):
@@ -59,29 +66,49 @@ def create_runner(
             "CUDA device, or use SpeculationConfig(runner=None), which chooses what the device can do."
         )
         raise ValueError(msg)
-    if model in _unrecordable:
-        return EagerRunner(model, rows, capacity, config)
-    reason = why_not_recorded(model)
-    if reason is not None:
-        _fall_back(model, reason)
-        return EagerRunner(model, rows, capacity, config)
     fused = wanted == "graph" and config.fused_layers and why_not_fused(model) is None
+    reason = why_not_recorded(model)
+    if reason is None:
+        key = workspace_key(model, rows, config, fused)
+        state = None if key is None else key[1:]
+        if fused and _failure(model, state) is not None:  # then its own forward pass may be recorded
+            fused = False
+            key = workspace_key(model, rows, config, fused)
+            state = None if key is None else key[1:]
+        reason = _failure(model, state)
+    elif model.training:
+        workspaces.release(model)  # whoever trains needs the memory
+    if reason is not None:
+        _warn(model, reason)
+        return EagerRunner(model, rows, capacity, config)
+
+    def on_failure(failure: Exception) -> None:
+        reason = f"recording failed with {type(failure).__name__}: {failure}"
+        _remember_failure(model, state, reason)
+        _warn(model, reason)
+
     return GraphRunner(
         model,
         rows,
         capacity,
         config,
         fused=FusedDecoder(model, ops_for(model.device), checked=True) if fused else None,
+        key=key,
         make_capture=partial(capture_on, model.device),
-        on_failure=lambda failure: _fall_back(model, f"recording failed with {type(failure).__name__}: {failure}"),
+        on_failure=on_failure,
         forward=compiled_forward(model) if wanted == "compile" else None,
         widths=config.width_buckets or recorded_widths,
     )
 
 
 def release_memory(model: PreTrainedModel) -> None:
-    """Free the cache and the recorded passes that calls with `model`, as target or draft, keep for the next one."""
+    """Free the cache and the recorded passes that calls with `model`, as target or draft, keep for the next one.
+
+    Where recording has failed, the next call tries again.
+    """
     workspaces.release(model)
+    with _lock:
+        _unrecordable.pop(model, None)
 
 
 def can_record(device: torch.device) -> bool:
@@ -107,16 +134,21 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     return None
 
 
-def compiled_forward(model: PreTrainedModel, backend: str = "inductor") -> Callable[..., Any]:
+def compiled_forward(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """Return the model's forward pass through torch.compile, which fuses kernels at the first call of each shape.
 
     Args:
         model: In evaluation.
         backend: As torch.compile takes it.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_SHAPES)
     compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=False, backend=backend)
-    return compiled
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        limit = max(torch._dynamo.config.recompile_limit, COMPILED_SHAPES)
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            return compiled(*arguments, **named)
+
+    return forward
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -124,14 +156,34 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     return hasattr(module, "_hf_hook") or not all(map(compat.only_records_outputs, hooks))
 
 
-def _fall_back(model: PreTrainedModel, reason: str) -> None:
-    """Warn once per model."""
-    if model in _unrecordable:
+def _failure(model: PreTrainedModel, state: Hashable) -> str | None:
+    """Why recording failed when the model was in that state before."""
+    with _lock:
+        failures = _unrecordable.get(model)
+        return failures.get(state) if failures else None  # making a hash of a state takes a while
+
+
+def _remember_failure(model: PreTrainedModel, state: Hashable, reason: str) -> None:
+    """Keep a reason for as long as the model stays as it is; None is a state that cannot be told from another."""
+    if state is None:
         return
-    _unrecordable.add(model)
+    with _lock:
+        failures = _unrecordable.setdefault(model, {})
+        failures[state] = reason
+        while len(failures) > KEPT_FAILURES:
+            del failures[next(iter(failures))]
+
+
+def _warn(model: PreTrainedModel, reason: str) -> None:
+    """Warn once of each reason that a model has."""
+    with _lock:
+        given = _warned.setdefault(model, set())
+        if reason in given:
+            return
+        given.add(reason)
     warnings.warn(
         f"{type(model).__name__} is run eagerly, which is slower: {reason}. "
         "SpeculationConfig(runner='eager') says that this is known.",
         RunnerWarning,
-        stacklevel=2,
+        stacklevel=3,
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde.policies.base import BatchInfo, DraftStep, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.torch_modes import without_autocast
 
 
 class _Mark(Protocol):
@@ -89,6 +90,7 @@ class TimedPolicy(StoppingPolicy):
     def __init__(self, policy: StoppingPolicy) -> None:
         self._policy = policy
         self._seconds = 0.0
+        self._device = torch.device("cpu")
 
     @property
     def requires(self) -> frozenset[Signal]:  # type: ignore[override] # may change when the policy starts
@@ -102,10 +104,14 @@ class TimedPolicy(StoppingPolicy):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count what happens inside as the policy's time: computing the signals that it asked for."""
+        """Count what happens inside as the policy's time: computing the signals that it asked for.
+
+        Autocast, which is for models, does not reach its arithmetic.
+        """
         started = time.perf_counter()
         try:
-            yield
+            with without_autocast(self._device):
+                yield
         finally:
             self._seconds += time.perf_counter() - started
 
@@ -116,7 +122,9 @@ class TimedPolicy(StoppingPolicy):
 
     def start(self, batch: BatchInfo) -> None:
         """Hand over."""
-        self._policy.start(batch)
+        self._device = batch.device
+        with without_autocast(self._device):
+            self._policy.start(batch)
 
     def draft_lengths(self) -> Tensor:
         """Hand over, timed."""

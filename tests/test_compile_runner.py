@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 import hf_dsde
 from hf_dsde import runners
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.graph_runner import workspaces
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.runners import COMPILED_SHAPES, RunnerWarning, compiled_forward
+from hf_dsde.workspaces import workspaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 INPUTS = ragged_batch(random_lengths(4))
@@ -69,8 +69,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RerunningCapture]
     monkeypatch.setattr(runners, "compiled_forward", partial(compiled_forward, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
-        yield made
+    yield made
     torch._dynamo.reset()
 
 
@@ -153,10 +152,18 @@ def test_a_compiler_that_fails_leaves_plain_text_and_a_warning(
 
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("before", [8, 1000])
-def test_the_limit_of_shapes_is_raised_and_never_lowered(before: int) -> None:
-    torch._dynamo.config.recompile_limit = before
-    compiled_forward(tiny_model(), backend="eager")
-    assert torch._dynamo.config.recompile_limit == max(before, COMPILED_SHAPES)
+def test_the_limit_of_shapes_is_raised_for_a_pass_and_never_lowered(before: int) -> None:
+    limits = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        limits.append(torch._dynamo.config.recompile_limit)
+        return graph.forward
+
+    with torch._dynamo.config.patch(recompile_limit=before):
+        with torch.no_grad():
+            compiled_forward(tiny_model(), backend=backend)(torch.tensor([[3, 4]]))
+        assert torch._dynamo.config.recompile_limit == before
+    assert set(limits) == {max(before, COMPILED_SHAPES)}
 
 
 @pytest.mark.usefixtures("recording")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded import recording  # noqa: F401 - a fixture
 from tiny_models import noisy_copy, ragged_batch, tiny_model
 
 import hf_dsde
+from hf_dsde import cost_measurement
 from hf_dsde.cost_measurement import remembered_costs
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.policies import BatchInfo, Signal, StoppingPolicy
+from hf_dsde.runner import ModelRunner
 
 
 @pytest.fixture(autouse=True)
@@ -203,6 +208,73 @@ def test_the_loop_measures_costs_once_per_pair_and_batch_and_follows_its_rounds(
     assert remembered_costs(target, draft) == learnt
     target.generate(**inputs, assistant_model=draft, speculation_policy=policy, max_new_tokens=12, do_sample=False)
     assert policy.at_start == learnt.at(2)  # the second call went on from there
+
+
+@pytest.mark.parametrize("change", ["dtype", "autocast", "recorded", "own forward"])
+def test_costs_are_measured_again_when_passes_are_run_otherwise(change: str, request: pytest.FixtureRequest) -> None:
+    target = hf_dsde.enable(tiny_model("llama").float())
+    draft = noisy_copy(target, 0.1)
+    settings: dict[str, Any] = {"runner": "eager"}
+    timed: list[int] = []
+
+    def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
+        timed.append(width)
+        return float(width)
+
+    request.getfixturevalue("monkeypatch").setattr(cost_measurement, "pass_seconds", pass_seconds)
+
+    def generate() -> int:
+        before = len(timed)
+        target.generate(
+            **ragged_batch((3, 5), seed=0),
+            assistant_model=draft,
+            speculation_policy=Costly(),
+            speculation_config=hf_dsde.SpeculationConfig(**settings),
+            max_new_tokens=3,
+            do_sample=False,
+        )
+        return len(timed) - before
+
+    if change == "own forward":
+        request.getfixturevalue("recording")
+        settings["runner"] = "graph"
+    assert generate() > 0
+    assert generate() == 0
+    with contextlib.ExitStack() as stack:
+        if change == "dtype":
+            target.double()
+            draft.double()
+        elif change == "autocast":
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        elif change == "recorded":
+            request.getfixturevalue("recording")
+            settings["runner"] = "graph"
+        else:
+            settings["fused_layers"] = False
+        assert generate() > 0
+        assert generate() == 0
+
+
+def test_methods_of_a_benchmark_do_not_learn_from_each_other() -> None:
+    target = hf_dsde.enable(tiny_model("llama"))
+    draft = noisy_copy(target, 0.1)
+    policy = Costly()
+
+    def call() -> CostModel | None:
+        target.generate(
+            **ragged_batch((3, 5)), assistant_model=draft, speculation_policy=policy, max_new_tokens=3, do_sample=False
+        )
+        return remembered_costs(target, draft)
+
+    first, second = cost_measurement.CostMemory(), cost_measurement.CostMemory()
+    with cost_measurement.remembering_in(first):
+        learnt = call()
+    assert remembered_costs(target, draft) is None
+    with cost_measurement.remembering_in(second):
+        assert remembered_costs(target, draft) is None
+        assert call() != learnt
+    with cost_measurement.remembering_in(first):
+        assert remembered_costs(target, draft) == learnt
 
 
 def test_costs_of_the_config_are_taken_as_they_are() -> None:

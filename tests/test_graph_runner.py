@@ -20,10 +20,11 @@ import hf_dsde
 from hf_dsde import generation, runners
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.decoder import why_not_fused
-from hf_dsde.graph_runner import CAPACITY_STEP, MIN_REACH, GraphRunner, Workspaces, workspace_key, workspaces
+from hf_dsde.graph_runner import CAPACITY_STEP, MIN_REACH, GraphRunner
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.runner import EagerRunner
 from hf_dsde.runners import RunnerWarning, create_runner
+from hf_dsde.workspaces import Workspaces, workspace_key, workspaces
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),

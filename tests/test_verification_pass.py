@@ -38,6 +38,8 @@ BY_WEIGHTS = CostCurve((1, 10_000), (1.0, 1.0))
 class FakeRunner:
     """Says which form it was asked for, in place of logits."""
 
+    conditions = ("graph", torch.bfloat16)
+
     def __init__(self, rows: int, *, packs: bool = True, live: int | None = None) -> None:
         self.rows = rows
         self.packs = packs

@@ -23,6 +23,7 @@ from hf_dsde.outputs import Recording
 from hf_dsde.runners import create_runner, release_memory
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.token_feed import TokenFeed
+from hf_dsde.torch_modes import lasting
 
 HEADROOM = 1.5
 """Caches begin with this many times the slots that the first requests need: later ones may be longer."""
@@ -97,7 +98,8 @@ class BatchEngine:
         loop = None
         self.statistics.batch_sizes.append(len(requests))
         try:
-            loop = self._loop(admission, requests)
+            with lasting():
+                loop = self._loop(admission, requests)
             for text in loop.texts():
                 self.statistics.add_text(text.statistics)
                 yield text

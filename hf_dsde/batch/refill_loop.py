@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -20,6 +19,7 @@ from hf_dsde.batch.row_stopping import RowStopping
 from hf_dsde.drafting.base import DraftRequest
 from hf_dsde.loop import SpeculativeLoop
 from hf_dsde.spans import Span
+from hf_dsde.torch_modes import lasting
 from hf_dsde.transfers import upload
 
 
@@ -78,11 +78,14 @@ class RefillLoop(SpeculativeLoop):
         self._ready: list[FinishedText] = []
 
     def texts(self) -> Iterator[FinishedText]:
-        """Yield texts as they finish. Between two of them the models are as they were before."""
-        with torch.no_grad(), self._active():
+        """Yield texts as they finish. Between two of them the models are as they were before.
+
+        Whoever takes them may be in another mode of torch each time.
+        """
+        with lasting(), self._active():
             request = self._begin()
         while any(request.active_rows):
-            with torch.no_grad(), self._active():
+            with lasting(), self._active():
                 while any(request.active_rows) and not self._ready:
                     request = self._round(request)
             yield from self.take_ready()

@@ -22,6 +22,7 @@ from transformers import BatchEncoding
 
 from hf_dsde.bench.results import OURS, without_nan
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.cost_measurement import CostMemory, remembering_in
 from hf_dsde.demo import end_tokens
 from hf_dsde.pairs import Pair
 from hf_dsde.replay.specs import PolicySpec
@@ -124,19 +125,25 @@ class PolicyMethod(Method):
         self.name, self.config = name, config
         self.settings = config.to_dict()
         self.compiles = config.runner == "compile"
+        self._costs = CostMemory()
 
     def __call__(self, pair: Pair, inputs: BatchEncoding, request: Request) -> Answer:
-        """Answer a batch; see `Method`."""
+        """Answer a batch; see `Method`. What passes cost, it knows from its own calls only."""
         target: Any = pair.target
-        output = target.generate(
-            **inputs,
-            **request.arguments(pair),
-            assistant_model=pair.draft,
-            speculation_policy=self.config,
-            return_dict_in_generate=True,
-        )
+        with remembering_in(self._costs):
+            output = target.generate(
+                **inputs,
+                **request.arguments(pair),
+                assistant_model=pair.draft,
+                speculation_policy=self.config,
+                return_dict_in_generate=True,
+            )
         own: SpeculationStatistics = output.speculation_statistics
         return Answer(output.sequences, prefill_seconds=own.prefill_seconds, own=own)
+
+    def close(self) -> None:
+        """Forget what passes cost."""
+        self._costs = CostMemory()
 
     def summarise(self, answers: Sequence[Answer], seconds: float) -> dict[str, Any] | None:
         """Counts, ratios and seconds of this package's statistics."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -112,6 +112,11 @@ class Drafter(ABC):
     @abstractmethod
     def model(self) -> PreTrainedModel:
         """The model that drafts."""
+
+    @property
+    def conditions(self) -> Hashable:
+        """What decides how long a draft step takes, apart from its rows and their tokens."""
+        return self.model.dtype, self.model.device
 
     @property
     def recording_costs(self) -> RecordingCosts:

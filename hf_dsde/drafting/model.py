@@ -7,7 +7,7 @@ token again writes the same key and value into the same slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -115,6 +115,11 @@ class ModelDrafter(Drafter):
     def model(self) -> PreTrainedModel:
         """The draft."""
         return self._runner.model
+
+    @property
+    def conditions(self) -> Hashable:
+        """How the draft's passes are run."""
+        return self._runner.conditions
 
     @property
     def cache(self) -> RaggedCache:

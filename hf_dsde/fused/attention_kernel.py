@@ -28,6 +28,7 @@ from torch.nn import functional
 from hf_dsde.fused.attention_plan import FEWEST_SLOTS, LaunchPlan, plan_launch
 from hf_dsde.fused.block import TokenBlock
 from hf_dsde.fused.chaining import await_inputs, chaining
+from hf_dsde.fused.launching import on_its_device, shared_memory
 
 WHOLE_ROW = 1024
 """Tokens from which on a prompt that is alone in its pass is left to torch. On an H200 (32 heads, 8 of keys) its kernel
@@ -64,7 +65,7 @@ def _fill_padding(
             present = empty[:, None] & (column < value_dim)
             place = values + row[:, None] * v_row + kv_head * v_head + column
             value = tl.load(place, mask=present, other=0.0)
-            for member in tl.static_range(group):
+            for member in range(group):  # not unrolled: with one key-value head, the group is all heads
                 index = token.to(tl.int64) * heads + kv_head * group + member
                 tl.store(out + index[:, None] * value_dim + column, value.to(out.dtype.element_ty), mask=present)
 
@@ -299,6 +300,7 @@ def ragged_attention(
         max(keys.shape[-1], values.shape[-1]),
         keys.element_size(),
         _processors(q.device),
+        shared_memory(q.device),
     )
     return launch_attention(q, keys, values, block, scaling, window, plan)
 
@@ -313,6 +315,7 @@ def _causal_attention(q: Tensor, keys: Tensor, values: Tensor, scaling: float) -
     return mixed[0].transpose(0, 1).flatten(1)
 
 
+@on_its_device
 def launch_attention(
     q: Tensor,
     keys: Tensor,

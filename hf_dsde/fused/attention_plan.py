@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hf_dsde.fused.launching import HOPPER_SHARED_MEMORY
+
 FEWEST_SLOTS = 128
 """No program of a divided row gets fewer slots: a handful of loads is not worth a launch and a merge."""
 MOST_SPLITS = 64
@@ -42,7 +44,15 @@ class LaunchPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_launch(queries: int, groups: int, slots: int, dim: int, element_size: int, processors: int) -> LaunchPlan:
+def plan_launch(
+    queries: int,
+    groups: int,
+    slots: int,
+    dim: int,
+    element_size: int,
+    processors: int,
+    shared: int = HOPPER_SHARED_MEMORY,
+) -> LaunchPlan:
     """Choose the shape of a launch.
 
     Splits are chosen by an estimate of the time. Programs that run at once share the device's bandwidth, yet no block
@@ -58,10 +68,13 @@ def plan_launch(queries: int, groups: int, slots: int, dim: int, element_size: i
         dim: Size of a head, the larger one of keys' and values'.
         element_size: Bytes per element of the cache.
         processors: Streaming multiprocessors of the device.
+        shared: Bytes of shared memory that a program can have.
     """
     widest = 64 if element_size == 2 else 16  # without tensor cores, larger products would spill registers
     block_m = min(max(16, _power_of_two(queries)), widest)
     block_n = min(max(16, 16384 // (_power_of_two(dim) * element_size)), 128)  # tiles of 16 KiB
+    stages = 3 if element_size == 2 else 2
+    block_m, block_n, stages = _within(shared, block_m, block_n, stages, _power_of_two(dim), element_size)
     query_blocks = -(-queries // block_m)
     resident = 2 * processors
 
@@ -80,7 +93,30 @@ def plan_launch(queries: int, groups: int, slots: int, dim: int, element_size: i
 
     most = max(1, min(MOST_SPLITS, slots // FEWEST_SLOTS))
     splits = min((1 << power for power in range(most.bit_length())), key=estimate)
-    return LaunchPlan(block_m, block_n, query_blocks, splits, warps=4, stages=3 if element_size == 2 else 2)
+    return LaunchPlan(block_m, block_n, query_blocks, splits, warps=4, stages=stages)
+
+
+def _within(shared: int, block_m: int, block_n: int, stages: int, dim: int, element_size: int) -> tuple[int, int, int]:
+    """Return `block_m`, `block_n` and stages, smaller where a program would not get the shared memory for them."""
+
+    def held(block_m: int, block_n: int, stages: int) -> int:
+        # Where a large product reads keys and values from shared memory itself, those it is at have to stay there.
+        buffers = stages if block_m >= 64 and element_size == 2 else stages - 1
+        states = element_size * dim * (2 * block_n * max(1, buffers) + block_m)  # keys and values; queries
+        return states + element_size * block_m * block_n  # weights
+
+    while held(block_m, block_n, stages) > shared:
+        if stages > 2:
+            stages -= 1
+        elif block_m > 16:
+            block_m //= 2
+        elif block_n > 16:
+            block_n //= 2
+        elif stages > 1:
+            stages -= 1
+        else:
+            break
+    return block_m, block_n, stages
 
 
 def _power_of_two(number: int) -> int:

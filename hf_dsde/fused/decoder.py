@@ -23,6 +23,8 @@ from transformers.activations import SiLUActivation
 from hf_dsde import attention, compat
 from hf_dsde.cache import RaggedCache
 from hf_dsde.fused.block import TokenBlock
+from hf_dsde.fused.dispatch import why_no_kernels
+from hf_dsde.torch_modes import Autocast, without_autocast
 
 FAMILIES = {
     f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
@@ -40,6 +42,7 @@ _LAYER_PARTS = {
 _QK_NORMS = {".self_attn.q_norm": "RMSNorm", ".self_attn.k_norm": "RMSNorm"}
 _OTHER_ARITHMETIC = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "pretraining_tp": 1}
 """Fields that ask for other arithmetic unless they have this value, where a configuration has them."""
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class FusedOps(Protocol):
@@ -169,7 +172,6 @@ class FusedDecoder:
         windows = _windows(type(model).__module__, body.config)
         self._layers = [_Layer.of(layer, window) for layer, window in zip(_layers(model), windows, strict=True)]
 
-    @torch.no_grad()
     def __call__(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> Tensor:
         """Run a block, storing its keys and values in the slots that its positions name.
 
@@ -186,6 +188,10 @@ class FusedDecoder:
         Raises:
             RuntimeError: If a layer of the cache has no buffers yet and the cache does not know its rows.
         """
+        with torch.no_grad(), without_autocast(block.tokens.device):
+            return self._run(block, cache, reach, keep)
+
+    def _run(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> Tensor:
         stream: Tensor = self._embedding(block.tokens)
         places = self._places(stream, block, cache)
         stream, added = self._through(self._layers, stream, None, places, block, cache, reach)
@@ -196,7 +202,6 @@ class FusedDecoder:
         logits: Tensor = self._head(normed)
         return logits
 
-    @torch.no_grad()
     def store(self, block: TokenBlock, cache: RaggedCache, reach: int) -> None:
         """Store a block's keys and values only: the last layer ends with them, and no head is run.
 
@@ -206,10 +211,11 @@ class FusedDecoder:
             reach: As for a call.
         """
         *before, last = self._layers
-        stream: Tensor = self._embedding(block.tokens)
-        places = self._places(stream, block, cache)
-        stream, added = self._through(before, stream, None, places, block, cache, reach)
-        self._project(last, self._entered(last, stream, added)[0], places, block, cache)
+        with torch.no_grad(), without_autocast(block.tokens.device):
+            stream: Tensor = self._embedding(block.tokens)
+            places = self._places(stream, block, cache)
+            stream, added = self._through(before, stream, None, places, block, cache, reach)
+            self._project(last, self._entered(last, stream, added)[0], places, block, cache)
 
     def _places(self, stream: Tensor, block: TokenBlock, cache: RaggedCache) -> _Places:
         """Look up what the tokens' positions mean, in the dtype of the stream."""
@@ -400,6 +406,12 @@ def _arithmetic_reasons(model: Any) -> Iterator[str]:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         yield f"its parameters are on several devices ({', '.join(devices)})"
+    if (reason := why_no_kernels(model.device)) is not None:
+        yield reason
+    if model.device.type == "cuda" and model.dtype not in _KERNEL_DTYPES:
+        yield f"its weights are {model.dtype}, and the kernels sum in float32"
+    if (dtype := Autocast.on(model.device).dtype) is not None:
+        yield f"autocast makes some of its operations {dtype}, and a fused pass takes the dtypes that tensors have"
     fields = {name: getattr(model.config, name, usual) for name, usual in _OTHER_ARITHMETIC.items()}
     for name, value in fields.items():
         if value not in (None, _OTHER_ARITHMETIC[name]):

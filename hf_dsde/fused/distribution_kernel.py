@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_dsde.fused.chaining import await_inputs, chaining
+from hf_dsde.fused.launching import on_its_device
 
 BLOCK = 4096
 """Logits that a program reads at once."""
@@ -59,6 +60,7 @@ def _entropy_and_top_kernel(
     tl.store(top + 2 * row + 1, tl.exp(next_largest - largest) / mass)
 
 
+@on_its_device
 def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Entropy and the two largest probabilities of the softmax at temperature 1.
 

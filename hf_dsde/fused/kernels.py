@@ -23,6 +23,7 @@ from hf_dsde.fused.attention_kernel import ragged_attention
 from hf_dsde.fused.branches import side_by_side
 from hf_dsde.fused.chaining import await_inputs, chaining
 from hf_dsde.fused.distribution_kernel import entropy_and_top
+from hf_dsde.fused.launching import on_its_device
 from hf_dsde.fused.skinny_linear import gated_linear, linears, pays
 
 __all__ = [
@@ -40,6 +41,10 @@ __all__ = [
 
 TILE = 1024
 """Elements that a program of four warps handles: 8 a thread, one 16-byte access of a two-byte dtype."""
+
+
+LARGEST_HALF: tl.constexpr = tl.constexpr(65504.0)
+"""The largest float16."""
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -77,6 +82,7 @@ def _norm_kernel(
     tl.store(normed + vector * dim + column, (unit * factor).to(dtype), mask=present)
 
 
+@on_its_device
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total, dim = x.shape
     normed = torch.empty((total, dim), dtype=x.dtype, device=x.device)
@@ -144,6 +150,7 @@ def _silu_mul_kernel(
     tl.store(out + token * dim + column, (activated * factor).to(dtype), mask=present)
 
 
+@on_its_device
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """The gated product of SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020): silu(gate) * up.
 
@@ -258,10 +265,17 @@ def _rotate_and_store_kernel(
             column = tl.arange(0, block_value)[None, :]
             present = (value_head < kv_heads) & (column < value_dim)
             value = tl.load(v + token * v_token + value_head * v_head + column, mask=present)
+            if values.dtype.element_ty == tl.float16:
+                # A token of weight 0 adds nothing, but 0 times infinity is not a number: a draft token that overflows
+                # and is rejected must not reach the tokens before it.
+                number = value.to(tl.float32)
+                number = tl.where(tl.abs(number) <= float("inf"), number, 0.0)
+                value = tl.minimum(tl.maximum(number, -LARGEST_HALF), LARGEST_HALF)
             target = values + row * values_row + slot * values_slot
             tl.store(target + value_head * values_head + column, value.to(values.dtype.element_ty), mask=present)
 
 
+@on_its_device
 def rotate_and_store(
     q: Tensor,
     k: Tensor,
@@ -284,7 +298,7 @@ def rotate_and_store(
         cos: Cosines at the position of each token, `[T, D]`, of the dtype of `q`.
         sin: Sines likewise.
         keys: Cache to write into, `[R, Hkv, S, D]`.
-        values: Cache to write into, `[R, Hkv, S, Dv]`.
+        values: Cache to write into, `[R, Hkv, S, Dv]`. In float16, what is too large for it is stored as its largest.
         rows: Cache row of each token, `[T]`, int64.
         slots: Cache slot of each token, `[T]`, int64. Where two tokens share a place, either may win.
 

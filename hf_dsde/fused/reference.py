@@ -127,7 +127,7 @@ def rotate_and_store(
         cos: Cosines at the position of each token, `[T, D]`, of the dtype of `q`.
         sin: Sines likewise.
         keys: Cache to write into, `[R, Hkv, S, D]`.
-        values: Cache to write into, `[R, Hkv, S, Dv]`.
+        values: Cache to write into, `[R, Hkv, S, Dv]`. In float16, what is too large for it is stored as its largest.
         rows: Cache row of each token, `[T]`, int64.
         slots: Cache slot of each token, `[T]`, int64. Where two tokens share a place, either may win.
 
@@ -135,7 +135,7 @@ def rotate_and_store(
         The turned queries, `[T, Hq, D]`.
     """
     keys.transpose(1, 2)[rows, slots] = _rotated(k, cos, sin)
-    values.transpose(1, 2)[rows, slots] = v
+    values.transpose(1, 2)[rows, slots] = v.nan_to_num() if values.dtype == torch.float16 else v
     return _rotated(q, cos, sin)
 
 

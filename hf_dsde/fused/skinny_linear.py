@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_dsde.fused.chaining import await_inputs, chaining
+from hf_dsde.fused.launching import HOPPER_SHARED_MEMORY, on_its_device, shared_memory
 
 MOST_TOKENS = 64
 """What the kernels take. Beyond it, a product no longer is a mere pass over its weights."""
@@ -79,7 +80,9 @@ WIDE_PLAN = (16, 256, 4, 3)
 """Of either kind, for more than 16 tokens, which need room themselves: little is read ahead."""
 
 
-def plan_product(tokens: int, rows: int, width: int, element_size: int, *, gated: bool) -> SkinnyPlan:
+def plan_product(
+    tokens: int, rows: int, width: int, element_size: int, *, gated: bool, shared: int = HOPPER_SHARED_MEMORY
+) -> SkinnyPlan:
     """Choose the shape of a launch.
 
     Args:
@@ -88,6 +91,7 @@ def plan_product(tokens: int, rows: int, width: int, element_size: int, *, gated
         width: Elements of a row.
         element_size: Bytes per element.
         gated: Whether it is for `gated_linear`.
+        shared: Bytes of shared memory that a program can have.
     """
     table = GATED_PLANS if gated else LINEARS_PLANS
     shape = WIDE_PLAN if tokens > 16 else next(shape for bound, shape in table.items() if rows <= bound)
@@ -95,7 +99,21 @@ def plan_product(tokens: int, rows: int, width: int, element_size: int, *, gated
     plan = SkinnyPlan(max(16, triton.next_power_of_2(tokens)), block_n, block_k, warps, stages)
     # Larger elements take the room of what is read ahead. Of less than 256 bytes from each of 8 rows, not every thread
     # of 4 warps would get 16 at once.
-    return fitted(replace(plan, block_k=max(256 // element_size, 2 * block_k // element_size)), width)
+    plan = fitted(replace(plan, block_k=max(256 // element_size, 2 * block_k // element_size)), width)
+    return _within(shared, plan, element_size, gated=gated)
+
+
+def _within(shared: int, plan: SkinnyPlan, element_size: int, *, gated: bool) -> SkinnyPlan:
+    """The plan, with less under way at once where a program would not get the shared memory for it."""
+
+    def held(plan: SkinnyPlan) -> int:
+        read = plan.block_k * element_size * (plan.block_m + (1 + gated) * plan.block_n)
+        sums = 4 * plan.warps * plan.block_m * plan.block_n
+        return max((plan.stages - 1) * read, sums)  # what is computed with is in registers
+
+    while held(plan) > shared and (plan.stages > 2 or plan.block_k > 64):
+        plan = replace(plan, stages=plan.stages - 1) if plan.stages > 2 else replace(plan, block_k=plan.block_k // 2)
+    return plan
 
 
 def fitted(plan: SkinnyPlan, width: int) -> SkinnyPlan:
@@ -277,10 +295,11 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         ValueError: If there are too many tokens or weights, or shapes, dtypes or strides do not fit.
     """
     rows = sum(weight.shape[0] for weight in weights)
-    plan = plan_product(len(x), rows, x.shape[-1], x.element_size(), gated=False)
+    plan = plan_product(len(x), rows, x.shape[-1], x.element_size(), gated=False, shared=shared_memory(x.device))
     return launch_linears(x, weights, biases, plan)
 
 
+@on_its_device
 def launch_linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None, plan: SkinnyPlan
 ) -> list[Tensor]:
@@ -322,9 +341,13 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         ValueError: If there are too many tokens, or shapes, dtypes or strides do not fit.
     """
-    return launch_gated(x, gate, up, plan_product(len(x), 2 * len(gate), x.shape[-1], x.element_size(), gated=True))
+    plan = plan_product(
+        len(x), 2 * len(gate), x.shape[-1], x.element_size(), gated=True, shared=shared_memory(x.device)
+    )
+    return launch_gated(x, gate, up, plan)
 
 
+@on_its_device
 def launch_gated(x: Tensor, gate: Tensor, up: Tensor, plan: SkinnyPlan) -> Tensor:
     """`gated_linear` in a launch of a given shape, for measuring shapes against each other."""
     if gate.shape != up.shape:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_pair import PROMPTS, tiny_pair
 
+from hf_dsde import cost_measurement
 from hf_dsde.bench import baselines, peers
 from hf_dsde.bench.baselines import BASELINES, PeerMethod, forget_static_cache, parse_baseline
 from hf_dsde.bench.methods import Answer, PolicyMethod, Request, pad_token, parse_policy
@@ -237,3 +238,23 @@ def test_only_ours_by_name_of_compile_leaves_compiled_code():
     assert not PolicyMethod("dsde", SpeculationConfig()).compiles
     assert BASELINES["generate_static"].compiles
     assert not BASELINES["generate"].compiles
+
+
+def test_each_method_knows_only_what_its_own_calls_have_cost(monkeypatch):
+    timed = []
+    monkeypatch.setattr("hf_dsde.loop.live_costs", cost_measurement.live_costs)
+    monkeypatch.setattr(
+        cost_measurement, "pass_seconds", lambda runner, width, longest: timed.append(width) or float(width)
+    )
+    pair = tiny_pair()
+    enable(pair.target)
+    first, second = (PolicyMethod(name, SpeculationConfig("goodput")) for name in ("first", "second"))
+
+    def measures(method):
+        timed.clear()
+        answer(method, pair, Request(3))
+        return bool(timed)
+
+    assert [measures(method) for method in (first, second, first, second)] == [True, True, False, False]
+    first.close()
+    assert [measures(method) for method in (first, second)] == [True, False]

@@ -28,6 +28,7 @@ from torch import Tensor
 from hf_dsde.fused import attention_kernel, kernels
 from hf_dsde.fused.attention_kernel import launch_attention
 from hf_dsde.fused.attention_plan import LaunchPlan, plan_launch
+from hf_dsde.fused.block import TokenBlock
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 SINGLE = {"rtol": 4e-6, "atol": 4e-6}
@@ -114,6 +115,30 @@ def test_a_launch_has_a_program_for_every_query_and_few_idle_processors():
         plan = plan_launch(queries, 8, 1024, 128, 2, 132)
         assert plan.query_blocks * plan.block_m >= queries
         assert (plan.query_blocks - 1) * plan.block_m < queries
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_padding_with_many_heads_per_key_value_head(dtype):
+    given = make_attention(AttentionCase((5, 3), (3, 1), "left", tail=2, heads=40, kv_heads=1), dtype)
+    torch.testing.assert_close(run(given).double(), slow_attention(given), rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in")  # a GPU has no warnings
+def test_a_token_that_overflows_does_not_reach_those_before_it():
+    keys, values = torch.zeros(2, 1, 1, 64, 16).half()
+    rows, slots = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    states = torch.randn(3, 1, 16).half()
+    poisoned = states.clone()
+    poisoned[2] = torch.tensor([float("inf"), -float("inf"), float("nan"), *[1.0] * 13]).half()
+    block = TokenBlock(slots, rows, slots, torch.zeros(1).int(), torch.full((1,), 3).int(), 3)
+    outs = []
+    for v in (states, poisoned):
+        q = kernels.rotate_and_store(
+            states, states, v, torch.ones(3, 16).half(), torch.zeros(3, 16).half(), keys, values, rows, slots
+        )
+        outs.append(kernels.ragged_attention(q, keys, values, block, 0.25, None, 64))
+    assert torch.equal(outs[0][:2], outs[1][:2])
+    assert bool(values[0, 0, 2, :3].tolist() == [65504.0, -65504.0, 0.0])
 
 
 @pytest.mark.parametrize("dim", [16, 96, 1100])

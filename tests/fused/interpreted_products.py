@@ -123,6 +123,25 @@ def test_planned_launches_fit_the_device(gated, tokens):
     torch.empty((1, 1)).zero_()  # for the fixture, which wants a result
 
 
+@pytest.mark.parametrize("shared", [64, 99, 163, 227])
+@pytest.mark.parametrize("gated", [False, True])
+def test_launches_are_planned_within_the_shared_memory_of_the_device(gated, shared):
+    changed = set()
+    for tokens in (1, 16, 17, 64):
+        for rows in (8, *GATED_PLANS, *LINEARS_PLANS):
+            for size in (2, 4):
+                shape = (tokens, min(rows, 10**6), 4096, size)
+                plan = plan_product(*shape, gated=gated, shared=shared << 10)
+                read = plan.block_k * size * (plan.block_m + (1 + gated) * plan.block_n)
+                assert (plan.stages - 1) * read <= shared << 10
+                assert plan.block_m >= tokens
+                assert plan.stages >= 2
+                assert plan.block_k >= 64
+                changed.add(plan != plan_product(*shape, gated=gated))
+    assert (True in changed) == (shared == 64)  # the plans suit all devices that the kernels run on
+    torch.empty((1, 1)).zero_()
+
+
 def test_what_pays_is_few_tokens_of_half_precision_with_weights_that_are_not_large():
     assert pays(8, 3, 2560, 1536, torch.bfloat16)
     assert pays(16, 2, 2 * 6144, 1536, torch.float16)

@@ -29,8 +29,8 @@ def test_kernels_compute_what_they_should_when_interpreted(name):
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def _compile(kernel, types, constants, warps, stages=3, **more):
-    """Compile for an H100 (compute capability 9.0), with pointers and strides that are multiples of 16."""
+def _compile(kernel, types, constants, warps, stages=3, capability=90, **more):
+    """Compile for a compute capability, an H100's if none is given, with pointers and strides in multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -45,16 +45,25 @@ def _compile(kernel, types, constants, warps, stages=3, **more):
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": warps, "num_stages": stages, **more}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.mark.parametrize(("queries", "divided", "window"), [(4, True, 0), (24, False, 4096), (64, False, 0)])
 def test_attention_compiles_to_tensor_cores_fed_by_asynchronous_copies(tmp_path, monkeypatch, queries, divided, window):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from hf_dsde.fused import attention_kernel
     from hf_dsde.fused.attention_plan import plan_launch
 
     plan = plan_launch(queries, 64, 4096, 128, 2, 132)
+    compiled = _compile_attention(plan, divided=divided, window=window)
+    code = compiled.asm["ptx"]
+    assert "mma" in code
+    assert "cp.async" in code
+    assert compiled.metadata.shared <= 113 * 1024  # two programs per multiprocessor
+
+
+def _compile_attention(plan, dim=128, divided=False, window=0, capability=90):
+    from hf_dsde.fused import attention_kernel
+
     pointers = dict.fromkeys(("q", "keys", "values"), "*bf16") | dict.fromkeys(("rows", "positions"), "*i64")
     types = pointers | {
         "starts": "*i32",
@@ -65,13 +74,68 @@ def test_attention_compiles_to_tensor_cores_fed_by_asynchronous_copies(tmp_path,
         "log_scale": "fp32",
     }
     types |= dict.fromkeys(("out", "logsums"), "*fp32" if divided else "*bf16")
-    sizes = {"group": 4, "window": window, "dim": 128, "value_dim": 128, "block_dim": 128, "block_value": 128}
+    sizes = {"group": 4, "window": window, "dim": dim, "value_dim": dim, "block_dim": dim, "block_value": dim}
     blocks = {"block_m": plan.block_m, "block_n": plan.block_n, "divided": divided, "fewest": 128, "precision": "tf32"}
-    compiled = _compile(attention_kernel._attention_kernel, types, sizes | blocks, plan.warps, plan.stages)
-    code = compiled.asm["ptx"]
-    assert "mma" in code
-    assert "cp.async" in code
-    assert compiled.metadata.shared <= 113 * 1024  # two programs per multiprocessor
+    kernel = attention_kernel._attention_kernel
+    blocks["chained"] = capability >= 90
+    return _compile(kernel, types, sizes | blocks, plan.warps, plan.stages, capability)
+
+
+@pytest.mark.parametrize(("capability", "shared"), [(80, 163), (86, 99), (89, 99), (90, 227)])
+def test_planned_attention_gets_the_shared_memory_that_it_needs(tmp_path, monkeypatch, capability, shared):
+    """Of A100; A10 and 3090; L4 and 4090; H100. Heads of 256 with many queries need the most."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from hf_dsde.fused.attention_plan import plan_launch
+
+    for queries, dim in ((4, 128), (128, 128), (128, 256)):
+        plan = plan_launch(queries, 64, 4096, dim, 2, 100, shared << 10)
+        compiled = _compile_attention(plan, dim=dim, capability=capability)
+        assert compiled.metadata.shared <= shared << 10
+        if queries == 4:
+            assert plan == plan_launch(queries, 64, 4096, dim, 2, 100)
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    import contextlib
+
+    from hf_dsde.fused import attention_kernel, distribution_kernel, kernels, launching, skinny_linear
+    from hf_dsde.fused.block import TokenBlock
+
+    current, launched = [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    class Noting:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *values, **named: launched.append((self.name, any(current[-1] is value for value in values)))
+
+    monkeypatch.setattr(launching.torch.cuda, "device_of", device_of)
+    names = set()
+    for module in (kernels, attention_kernel, distribution_kernel, skinny_linear):
+        for name in [name for name in vars(module) if name.endswith("_kernel") and name.startswith("_")]:
+            monkeypatch.setattr(module, name, Noting(name))
+            names.add(name)
+    states, cache, index = torch.zeros(3, 4, 16), torch.zeros(1, 2, 4096, 16), torch.zeros(3, dtype=torch.int64)
+    matrix = torch.zeros(3, 16)
+    kernels.rms_norm(matrix, matrix[0], 1e-5)
+    kernels.add_rms_norm(matrix, matrix, matrix[0], 1e-5)
+    kernels.silu_mul(matrix, matrix)
+    kernels.rotate_and_store(states, states[:, :2], states[:, :2], matrix, matrix, cache, cache, index, index)
+    kernels.entropy_and_top(matrix)
+    kernels.linears(matrix, [torch.zeros(8, 16)])
+    kernels.gated_linear(matrix, torch.zeros(8, 16), torch.zeros(8, 16))
+    block = TokenBlock(index, index, index, torch.zeros(1).int(), torch.zeros(1).int(), 1)
+    kernels.ragged_attention(states, cache, cache, block, 1.0, None, 4096)
+    assert {name for name, _ in launched} == names
+    # Merging is launched after attention has been, by the same function.
+    assert all(guarded for name, guarded in launched if name != "_merge_kernel")
 
 
 def test_the_other_kernels_compile(tmp_path, monkeypatch):

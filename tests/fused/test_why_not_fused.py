@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from tiny_models import tiny_model
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 import hf_dsde
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.fused import reference
+from hf_dsde.fused import dispatch, reference
 from hf_dsde.fused.decoder import FAMILIES, FusedDecoder, why_not_fused
 from hf_dsde.runner import EagerRunner, ModelRunner
 
@@ -173,6 +175,41 @@ def test_spread_models_are_refused() -> None:
     assert why_not_fused(model) is None
     model.lm_head.to("meta")
     assert "several devices (cpu, meta)" in str(why_not_fused(model))
+
+
+class TestCudaDevices:
+    """What kernels cannot do on a CUDA device; the model is on a CPU and says otherwise."""
+
+    @pytest.fixture(autouse=True)
+    def device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(PreTrainedModel, "device", torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        monkeypatch.setattr(dispatch, "_triton_version", lambda: (3, 3))
+        dispatch.why_no_kernels.cache_clear()
+        dispatch.ops_for.cache_clear()
+        yield
+        dispatch.why_no_kernels.cache_clear()
+        dispatch.ops_for.cache_clear()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_dtypes_that_kernels_compute_in(self, dtype: torch.dtype) -> None:
+        assert why_not_fused(tiny_model().to(dtype)) is None
+
+    def test_float64_stays_float64(self) -> None:
+        assert "torch.float64" in str(why_not_fused(tiny_model()))
+
+    def test_devices_before_ampere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+        assert "cuda:0 has compute capability 7.5, and the kernels need 8.0" in str(why_not_fused(tiny_model().half()))
+
+    @pytest.mark.parametrize(("version", "words"), [((3, 2), "Triton is 3.2.*need 3.3"), (None, "cannot be imported")])
+    def test_without_a_triton_that_will_do(
+        self, version: tuple[int, int] | None, words: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(dispatch, "_triton_version", lambda: version)
+        assert re.search(words, str(why_not_fused(tiny_model().half())))
+        # What policies ask of a distribution is then plain torch.
+        assert dispatch.ops_for(torch.device("cuda", 0)) is reference
 
 
 def test_norms_of_another_dtype_are_refused() -> None:
