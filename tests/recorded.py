@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hf_dsde import recorded_function, runners
 
@@ -77,9 +77,40 @@ class _Notes(TorchDispatchMode):
         self._kept.clear()
 
 
+class _Call:
+    """One noted operation. Which of its arguments are tensors is found out once and not in every replay."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[Any]) -> None:
+        self._func, self._numbers = func, numbers
+        self._args, self._kwargs = list(args), dict(kwargs)
+        self._places: list[tuple[Any, Any, Any]] = [
+            (values, key, place)
+            for values, items in ((self._args, enumerate(args)), (self._kwargs, kwargs.items()))
+            for key, place in items
+            if any(isinstance(leaf, _Result | _Address) for leaf in tree_flatten(place)[0])
+        ]
+
+    def __call__(self, made: dict[int, Tensor]) -> None:
+        for values, key, place in self._places:
+            values[key] = _find(place, made)
+        output = self._func(*self._args, **self._kwargs)
+        outputs = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
+        made.update({n: out for n, out in zip(self._numbers, outputs, strict=True) if n is not None})
+        for values, key, place in self._places:
+            values[key] = place  # a replay keeps no tensor
+
+
+def _find(place: Any, made: dict[int, Tensor]) -> Any:
+    if isinstance(place, _Result):
+        return made[place.number]
+    if isinstance(place, list | tuple):
+        return [_find(part, made) for part in place]
+    return place.tensor() if isinstance(place, _Address) else place
+
+
 class NotedReplay:
     def __init__(self, notes: _Notes, result: Tensor) -> None:
-        self._calls = notes.calls
+        self._calls = [_Call(*call) for call in notes.calls]
         self._result = notes.place(result)
         # A replay has to write everything it shows.
         self.output = torch.full_like(
@@ -89,19 +120,10 @@ class NotedReplay:
 
     def __call__(self) -> None:
         made: dict[int, Tensor] = {}
-
-        def find(place: Any) -> Any:
-            if isinstance(place, _Result):
-                return made[place.number]
-            return place.tensor() if isinstance(place, _Address) else place
-
         with torch.no_grad():
-            for func, args, kwargs, numbers in self._calls:
-                flat, structure = tree_flatten((args, kwargs))
-                found_args, found_kwargs = tree_unflatten([find(place) for place in flat], structure)
-                outputs, _ = tree_flatten(func(*found_args, **found_kwargs))
-                made.update({n: out for n, out in zip(numbers, outputs, strict=True) if n is not None})
-            self.output.copy_(find(self._result))
+            for call in self._calls:
+                call(made)
+            self.output.copy_(_find(self._result, made))
 
 
 class NotingCapture:

@@ -109,9 +109,10 @@ def test_nothing_is_recorded_for_a_proposal_that_goes_on(
     assert recorded == passes_recorded() > 0
 
 
-@pytest.mark.parametrize("agreement", AGREEMENT)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("runner", ["graph", "eager"])
+@pytest.mark.parametrize(
+    ("runner", "family", "agreement"),
+    [("graph", "llama", "half"), ("graph", "qwen3", "never"), ("graph", "gpt2", "full"), ("eager", "llama", "half")],
+)
 @pytest.mark.usefixtures("recording")
 def test_the_text_is_that_of_plain_decoding(
     runner: str, family: str, agreement: str, used: list[tuple[int, bool]]

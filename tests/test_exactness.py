@@ -78,22 +78,6 @@ def test_variants_of_attention(family: str, changes: dict[str, Any]) -> None:
     assert_same_text(output, plain(target, inputs, max_new_tokens=12))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize(
-    ("policy", "arguments"),
-    [*((name, {}) for name in hf_dsde.available_policies()), ("dsde", {"variant": "reference"})],
-    ids=str,
-)
-def test_every_policy(policy: str, arguments: dict[str, Any], family: str) -> None:
-    target, draft = pair(family, "half")
-    inputs = ragged_batch(random_lengths(5, seed=4), seed=4)
-    ends = end_tokens(target, inputs, (1, 9), (3, 17))
-    config = QUIET.replace(policy=policy, policy_arguments=arguments)
-    output = speculative(target, draft, inputs, policy, config, max_new_tokens=30, eos_token_id=ends)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=30, eos_token_id=ends))
-
-
 @pytest.mark.parametrize("stop_probability", [0.0, 0.3], ids=["before-the-round", "inside-the-round"])
 @pytest.mark.parametrize("rows", range(1, 10))
 def test_every_batch_size(rows: int, stop_probability: float) -> None:

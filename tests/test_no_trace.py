@@ -198,8 +198,9 @@ def counts_of(output: hf_dsde.SpeculativeGenerateOutput) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("policy", hf_dsde.available_policies())
+@pytest.mark.parametrize(
+    ("policy", "do_sample"), [("dsde", False), *((policy, True) for policy in hf_dsde.available_policies())]
+)
 def test_equal_calls_give_equal_text_and_equal_lengths(policy: str, do_sample: bool) -> None:
     """Also when one policy object serves both calls, with a call of another batch between them."""
     target, draft = pair()
@@ -227,7 +228,7 @@ def test_memory_is_flat_over_many_calls(policy: str) -> None:
         speculative(target, draft, inputs, policy, max_new_tokens=2)
     tensors = _live_tensors()
     objects = len(gc.get_objects())
-    for _ in range(300):
+    for _ in range(120):
         speculative(target, draft, inputs, policy, max_new_tokens=2)
     assert _live_tensors() == tensors
-    assert len(gc.get_objects()) - objects < 100, "less than one object in three calls"
+    assert len(gc.get_objects()) - objects < 40, "less than one object in three calls"

@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 from small_batch import ARGUMENTS, BATCH, draft, model, plain_text
 from tiny_policies import ScriptedLengths
 from transformers import (
@@ -133,23 +132,3 @@ def test_packed_attention_shows() -> None:
 
 def test_the_default_policy_of_a_bare_config_is_dsde() -> None:
     assert statistics_of(hf_dsde.enable(model()), speculation_config=SpeculationConfig()).policy == "dsde"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["dsde", "static", "heuristic", "confidence"])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_two_equal_calls_behave_equally(policy: str, do_sample: bool) -> None:
-    target = hf_dsde.enable(model())
-    instance = hf_dsde.SpeculationConfig(policy=policy).build_policy()
-    seen = []
-    for chosen in (policy, instance, instance, policy):
-        torch.manual_seed(0)
-        output = target.generate(
-            **{**ARGUMENTS, "do_sample": do_sample, "max_new_tokens": 30},
-            assistant_model=draft(),
-            speculation_policy=chosen,
-            return_dict_in_generate=True,
-        )
-        counts = output.speculation_statistics
-        seen.append((output.sequences.tolist(), [(r.drafted, r.accepted, r.pass_width) for r in counts.rounds]))
-    assert seen[1:] == seen[:-1]

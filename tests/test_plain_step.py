@@ -109,8 +109,7 @@ def test_behind_two_plain_steps_each_but_the_one_too_many_is_begun(begun: list[i
     assert [number for number, counts in enumerate(rounds) if counts.draft_seconds == 0] == begun
 
 
-@pytest.mark.parametrize("agreement", AGREEMENT)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(("family", "agreement"), [("llama", "half"), ("qwen3", "never"), ("gemma3", "full")])
 def test_the_text_is_that_of_plain_decoding(family: str, agreement: str, begun: list[int]) -> None:
     target = tiny_model(family)
     plain = target.generate(**ragged_batch(random_lengths(ROWS)), max_new_tokens=40, do_sample=False)
@@ -166,8 +165,7 @@ def test_sampled_text_is_that_of_steps_one_after_the_other(begun: list[int], mon
     assert torch.equal(sampled(), text)
 
 
-@pytest.mark.parametrize("runner", ["graph", "eager"])
-@pytest.mark.parametrize("tokens", [0, 200, 10_000])
+@pytest.mark.parametrize(("runner", "tokens"), [("graph", 0), ("graph", 10_000), ("eager", 0), ("eager", 200)])
 def test_a_draft_that_has_missed_much_knows_all_of_it_when_it_drafts(
     tokens: int,
     runner: str,
@@ -261,6 +259,6 @@ class HeardScript(ScriptedLengths):
 def test_random_lengths_keep_the_text(begun: list[int]) -> None:
     target = tiny_model()
     plain = target.generate(**ragged_batch(random_lengths(ROWS)), max_new_tokens=60, do_sample=False)
-    for seed in range(3):
+    for seed in range(2):
         policy = RandomLengths(1, seed=seed)  # half of the rows draft nothing; all of them, once in 32 rounds
         assert torch.equal(generate(target, policy, 0.05, 60).sequences, plain)

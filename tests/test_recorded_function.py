@@ -177,7 +177,7 @@ def test_a_second_call_records_no_arithmetic(policy: str, recording: list[Noting
     def recorded_by_a_call(rows: int = 4) -> int:
         target.generate(
             **ragged_batch(random_lengths(rows)),
-            max_new_tokens=24,
+            max_new_tokens=10,
             assistant_model=draft,
             speculation_policy=policy,
             speculation_config=SpeculationConfig(runner="graph"),

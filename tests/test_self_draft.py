@@ -26,8 +26,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("duplicate", [lambda model: model, copy.deepcopy], ids=["same-object", "copy"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "duplicate"),
+    [("llama", lambda model: model), ("mistral", copy.deepcopy), ("gemma3", copy.deepcopy)],
+    ids=["llama-same-object", "mistral-copy", "gemma3-copy"],
+)
 def test_everything_is_accepted_for_300_tokens(
     family: str, duplicate: Callable[[PreTrainedModel], PreTrainedModel]
 ) -> None:

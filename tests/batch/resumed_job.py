@@ -48,8 +48,8 @@ MORE_ROWS = 160
 """Rows of a job that is not over before the second write."""
 SCENARIOS = {
     "whole": (".jsonl", ROWS, OFTEN, []),
-    "jsonl": (".jsonl", ROWS, OFTEN, [0, 1, 1, 2] * 5),
-    "parquet": (".parquet", ROWS, OFTEN, [0, 1, 1, 2, 0]),
+    "jsonl": (".jsonl", ROWS, OFTEN, [0, 1, 1, 2] * 2),
+    "parquet": (".parquet", ROWS, OFTEN, [1, 2, 0]),
     "seldom": (".jsonl", MORE_ROWS, SELDOM, [1]),
 }
 """Suffix of the output, rows, seconds between writes, and for each kill how many results come before it at least."""

@@ -353,28 +353,19 @@ def test_mistakes_in_the_input_are_found_before_the_models_are_loaded(tiny, tmp_
 
 
 @pytest.mark.slow
-def test_a_shell_pipes_prompts_through(tmp_path):
-    with _shell(tmp_path, "--column", "q", "--no-chat", "--ordered") as process:
-        given = "".join(json.dumps({"q": text}) + "\n" for text in ["abc", "", "ß"])
-        out, errors = process.communicate(given.encode(), timeout=120)
-    assert process.returncode == 0, errors.decode()
-    rows = [json.loads(line) for line in out.splitlines()]
-    assert [row["index"] for row in rows] == [0, 1, 2]
-    assert rows[0]["statistics"]["new_tokens"] == len(rows[0]["token_ids"]) > 0
-    assert "one character" in rows[1]["error"]
-    assert b"rows in error" in errors
-
-
-@pytest.mark.slow
-def test_a_command_that_waits_for_standard_input_can_be_interrupted(tmp_path):
-    with _shell(tmp_path, "--batch-size", "1", "--lines", "text") as process:
-        process.stdin.write(b"abc\nd\n")
+def test_a_shell_pipes_prompts_through_until_it_is_interrupted(tmp_path):
+    with _shell(tmp_path, "--column", "q", "--no-chat", "--ordered", "--batch-size", "1") as process:
+        # More than is read below, and no end: the command waits for a line.
+        process.stdin.write("".join(json.dumps({"q": text}) + "\n" for text in ["abc", "", "ß", "d"]).encode())
         process.stdin.flush()
-        assert json.loads(process.stdout.readline())["index"] == 0
+        rows = [json.loads(process.stdout.readline()) for _ in range(3)]
         process.send_signal(signal.SIGINT)
         process.wait(60)
         assert b"Interrupted" in process.stderr.read()
     assert process.returncode == 130
+    assert [row["index"] for row in rows] == [0, 1, 2]
+    assert rows[0]["statistics"]["new_tokens"] == len(rows[0]["token_ids"]) > 0
+    assert "one character" in rows[1]["error"]
 
 
 def _shell(folder, *arguments):

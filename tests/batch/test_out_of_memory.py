@@ -43,9 +43,17 @@ def check(results, undisturbed, failed=()) -> None:
             assert (result.token_ids, result.error) == (undisturbed[result.index], None)
 
 
-@pytest.mark.parametrize("refill", [True, False], ids=["refilled", "batch by batch"])
-@pytest.mark.parametrize("model", ["_model", "_draft"], ids=["target", "draft"])
-@pytest.mark.parametrize("call", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("call", "model", "refill"),
+    [
+        (1, "_model", True),
+        (1, "_draft", False),
+        (2, "_model", False),
+        (2, "_draft", True),
+        (9, "_model", False),
+        (9, "_draft", True),
+    ],
+)
 def test_memory_that_runs_out_in_any_pass_halves_the_batch(undisturbed, model, call, refill):
     made = generator(batch_size=8, refill=refill)
     passes = watch(getattr(made, model), out_of_memory, lambda number, _: number == call)
@@ -133,7 +141,7 @@ def test_a_device_without_any_memory_makes_an_error_of_every_row():
     assert all(result.finish_reason == "error" for result in results)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_memory_that_runs_out_at_random_changes_no_text(undisturbed, seed, tmp_path):
     rng = random.Random(seed)
     made = generator(batch_size=16)

@@ -21,7 +21,6 @@ SCRIPT = Path(__file__).with_name("output_job.py")
 @pytest.mark.parametrize(
     ("kind", "suffix", "shards"),
     [
-        ("random", ".jsonl", "1"),
         ("random", ".jsonl", "2 1 3"),
         ("random", ".parquet", "1"),
         ("points", ".jsonl", "1"),

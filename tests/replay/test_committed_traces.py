@@ -36,7 +36,7 @@ def cells(trace: Path, policies: tuple[str, ...], rows: int, costs: tuple[float,
         batches=(rows,),
         temperatures=(temperature,),
         seeds=1,
-        tokens=6000,
+        tokens=3000,
     )
     return list(run_grid(grid).cells)
 
@@ -46,8 +46,7 @@ def gap(cell: Cell, policy: str) -> float:
     return cell.gap(cell.score(policy).speeds).mean
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("trace", [DISTILLED, ROUNDED], ids=lambda path: path.name)
+@pytest.mark.parametrize(("trace", "temperature"), [(DISTILLED, 1), (ROUNDED, 0)], ids=["distilled", "4bit"])
 def test_no_policy_outruns_the_oracle_and_lifting_rows_never_costs(trace: Path, temperature: int) -> None:
     fixed_before = ("dsde", "dsde:warmup=hold", "heuristic")
     policies = (*PER_ROW, "dsde:warmup=hold", *(f"{name}+fill" for name in fixed_before), "goodput")
@@ -70,14 +69,21 @@ def test_for_a_single_greedy_row_confidence_beats_every_fixed_length(trace: Path
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_policies_that_know_the_costs_match_the_best_length_of_a_batch(temperature: int) -> None:
-    for cell in cells(DISTILLED, ("goodput", "marginal_goodput"), 8, (0.05, 0.1, 0.3), temperature):
+    for cell in cells(DISTILLED, ("goodput", "marginal_goodput"), 8, (0.05, 0.3), temperature):
         for score in cell.policies:
             assert gap(cell, score.name) > -1.0
 
 
-@pytest.mark.parametrize("policy", ["goodput", "marginal_goodput"])
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("trace", [DISTILLED, ROUNDED], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("trace", "rows", "policy"),
+    [
+        (DISTILLED, 1, "goodput"),
+        (DISTILLED, 8, "marginal_goodput"),
+        (ROUNDED, 8, "goodput"),
+        (ROUNDED, 1, "marginal_goodput"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_a_draft_that_turns_bad_is_dropped_within_fifty_rounds_and_taken_up_again(
     trace: Path, rows: int, policy: str
 ) -> None:

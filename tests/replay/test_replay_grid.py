@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import statistics
 
 import pytest
@@ -84,7 +85,11 @@ class TestGrid:
                 assert lifted > alone
 
     @pytest.mark.slow
-    def test_processes_change_nothing(self, folder, result: ReplayResult) -> None:
+    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+    def test_processes_change_nothing(self, folder, result: ReplayResult, monkeypatch: pytest.MonkeyPatch) -> None:
+        # A fork need not import torch again; what goes to it and comes back is pickled all the same.
+        forks = multiprocessing.get_context("fork")
+        monkeypatch.setattr("hf_dsde.replay.experiment.multiprocessing.get_context", lambda method: forks)
         told = []
         again = run_grid(grid(folder, temperatures=(1,)), 2, lambda done, total: told.append((done, total)))
         assert [c.to_dict() for c in again.cells] == [c.to_dict() for c in result.cells if c.temperature == 1]

@@ -158,8 +158,8 @@ class TestContract:
     @pytest.mark.parametrize("temperature", [0, 1])
     def test_every_registered_policy_plays(self, name: str, temperature: int) -> None:
         both = Both(temperature)
-        log = both.play(create_policy(name), 3, 200, prices=COSTS.prices(3, 12))
-        assert int(log.emitted.sum()) >= 200
+        log = both.play(create_policy(name), 3, 120, prices=COSTS.prices(3, 12))
+        assert int(log.emitted.sum()) >= 120
         assert int(log.steps.max()) <= 12
         assert bool((log.emitted >= 3).all())
 
