@@ -179,24 +179,30 @@ class GraphRunner(EagerRunner):
     def _store_flat(self, spans: Sequence[Span], tokens: Tensor) -> None:
         """Store what fits into one pass; a recorded one if launches would take longer than the device."""
         longest = max(span.end for span in spans)
-        if len(tokens) <= STORED_SIZES[-1]:
+        try:
+            if len(tokens) > STORED_SIZES[-1]:
+                self._store_eagerly(spans, tokens, longest)
+                return
             if not self.cache.is_allocated:
                 self._allocate()
-            entry = self._entry(("store", next_bucket(len(tokens), STORED_SIZES)), longest)
-            if entry is None:
-                super()._store(spans, tokens)
-                return
-            assert entry.block is not None
-            for name, values in self._flat_block(spans, tokens, entry.block.max_count).items():
-                getattr(entry.block, name).copy_(values)
-            entry.replay()
+        except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
+            self._give_up(failure)
+        entry = self._entry(("store", next_bucket(len(tokens), STORED_SIZES)), longest) if self.packs else None
+        if entry is None:
+            super()._store(spans, tokens)
             return
+        assert entry.block is not None
+        for name, values in self._flat_block(spans, tokens, entry.block.max_count).items():
+            getattr(entry.block, name).copy_(values)
+        entry.replay()
+
+    def _store_eagerly(self, spans: Sequence[Span], tokens: Tensor, longest: int) -> None:
+        """Store tokens by the fused layers, launched one by one."""
         self._make_room(longest)
         assert self._fused is not None
-        widest = max(span.count for span in spans)
         whole_row = spans[0].row if len(spans) == 1 and spans[0].start == 0 else None
         tensors = self._flat_block(spans, tokens, len(tokens))
-        block = TokenBlock(**tensors, max_count=widest, whole_row=whole_row)
+        block = TokenBlock(**tensors, max_count=max(span.count for span in spans), whole_row=whole_row)
         self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
 
     def _allocate(self) -> None:

@@ -123,7 +123,7 @@ class Texts:
         self.full = torch.cat([self.ids, after], dim=1)
         self.sequences = SequenceBatch(self.ids, self.mask, max_new_tokens=LIMIT, scratch=WIDTH + 1, pad_token=PAD)
         self.sequences.append(after[:, :LIMIT], self.generated)
-        self.sequences.synchronise(self.generated.tolist())
+        self.sequences.synchronise(self.generated.tolist(), after[:, :LIMIT])
         drafts = [row[count : count + WIDTH] for row, count in zip(after, self.generated.tolist(), strict=True)]
         self.sequences.write_behind(torch.stack(drafts))
         scores = 3 * torch.randn(ROWS, WIDTH, VOCABULARY, generator=numbers, dtype=torch.float64)
