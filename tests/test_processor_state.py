@@ -288,7 +288,7 @@ def test_what_fails_at_once_fails_as_it_would_in_plain_generate() -> None:
 
 
 def test_processors_of_transformers_with_state_are_known() -> None:
-    with pytest.raises(RemembersCallsError, match="SynthIDTextWatermarkLogitsProcessor.*remembers its last call"):
+    with pytest.raises(RemembersCallsError, match=r"SynthIDTextWatermarkLogitsProcessor.*remembers its last call"):
         refuse_known(logits_process.SynthIDTextWatermarkLogitsProcessor(5, [3, 4], 16, 0, 8, torch.device("cpu")))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_dsde.fused.attention_kernel import ragged_attention
 from hf_dsde.fused.chaining import await_inputs, chaining
 from hf_dsde.fused.distribution_kernel import entropy_and_top
+from hf_dsde.fused.nucleus_kernel import nucleus
 from hf_dsde.fused.skinny_linear import gated_linear, linears, pays
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "entropy_and_top",
     "gated_linear",
     "linears",
+    "nucleus",
     "pays",
     "ragged_attention",
     "rms_norm",

@@ -14,7 +14,6 @@ from hf_dsde.processing.block_text import BlockText
 from hf_dsde.processing.by_length import FORBIDDEN
 from hf_dsde.transfers import upload
 
-
 NO_TOKEN = 1 << 40
 """An id that no vocabulary has."""
 
