@@ -92,6 +92,8 @@ BY_SCORES: dict[str, Make] = {
 }
 EVERYTHING = {**BY_TEXT, **BY_LENGTH, **BY_SCORES}
 CHAINS: dict[str, list[str]] = {
+    "the nucleus of the best": ["top-k", "top-p"],
+    "the nucleus of more than there are": ["all of top-k", "top-p", "min-p"],
     "an order of generate": ["sequence bias", "repetition penalty", "no repeated triples", "min new tokens", "top-k"],
     "for sampling": ["repetition penalty", "min length", "temperature", "top-k", "top-p", "min-p", "normalised"],
     "without a prompt's n-grams": ["prompt penalty", "no pairs of the prompt", "forced end", "no invalid values"],

@@ -205,7 +205,7 @@ def job(policy: Any = "static", **options: Any) -> tuple[list[list[int]], BatchG
     return [list(result.token_ids) for result in sorted(results, key=lambda result: result.index)], generator
 
 
-@pytest.mark.parametrize("policy", ["static", hf_dsde.StaticPolicy(0), "svip"], ids=str)
+@pytest.mark.parametrize("policy", ["static", hf_dsde.StaticPolicy(0), "svip"], ids=["static", "no drafts", "svip"])
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_a_processor_that_remembers_its_calls_is_refused(name: str, policy: Any) -> None:
     options, named = REMEMBERING[name]
@@ -288,7 +288,7 @@ def test_what_fails_at_once_fails_as_it_would_in_plain_generate() -> None:
 
 
 def test_processors_of_transformers_with_state_are_known() -> None:
-    with pytest.raises(RemembersCallsError, match="SynthIDTextWatermarkLogitsProcessor.*remembers its last call"):
+    with pytest.raises(RemembersCallsError, match=r"SynthIDTextWatermarkLogitsProcessor.*remembers its last call"):
         refuse_known(logits_process.SynthIDTextWatermarkLogitsProcessor(5, [3, 4], 16, 0, 8, torch.device("cpu")))
 
 

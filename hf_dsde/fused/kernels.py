@@ -24,6 +24,7 @@ from hf_dsde.fused.branches import side_by_side
 from hf_dsde.fused.chaining import await_inputs, chaining
 from hf_dsde.fused.distribution_kernel import entropy_and_top
 from hf_dsde.fused.launching import on_its_device
+from hf_dsde.fused.nucleus_kernel import nucleus
 from hf_dsde.fused.skinny_linear import gated_linear, linears, pays
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "entropy_and_top",
     "gated_linear",
     "linears",
+    "nucleus",
     "pays",
     "ragged_attention",
     "rms_norm",

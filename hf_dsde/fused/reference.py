@@ -209,3 +209,25 @@ def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
     top = signals.two_largest(log_probabilities).exp()
     return signals.entropy_of_(log_probabilities), top
+
+
+def nucleus(scores: Tensor, best: Tensor, top_p: float) -> Tensor:
+    """Keep the most likely ones of the best tokens whose probabilities reach a sum, and exclude all others.
+
+    Best are the tokens that score at least as much as the last of `best`, which may be more than those in it. A token
+    is kept if those in front of it have less than `top_p` of their probability; the first always is. Which ones of
+    equal scores are kept, where only some are, is left open.
+
+    Args:
+        scores: `[rows, vocabulary]`, floating point.
+        best: The largest scores of each row, `[rows, k]`, largest first.
+        top_p: 0 to 1.
+
+    Returns:
+        The scores that are kept and -inf elsewhere, `[rows, vocabulary]`.
+    """
+    scores = scores.masked_fill(scores < best[:, -1:], float("-inf"))
+    ordered, places = scores.sort()
+    excluded = ordered.softmax(1).cumsum(1) <= 1 - top_p
+    excluded[:, -1] = False
+    return scores.masked_fill(excluded.scatter(1, places, excluded), float("-inf"))

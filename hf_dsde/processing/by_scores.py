@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 from transformers.generation import logits_process
 
+from hf_dsde.fused import reference
+from hf_dsde.fused.dispatch import ops_for
 from hf_dsde.processing.block_function import ScoreFunction, stands_for, token_mask
 from hf_dsde.processing.by_length import FORBIDDEN
+
+MOST_BEST = 1024
+"""Of the best tokens, so many fit into the kernel that finds their nucleus."""
 
 
 def _entropy(logarithms: Tensor, probs: Tensor) -> Tensor:
@@ -110,3 +118,29 @@ class SuppressTokens(ScoreFunction):
 
     def _process(self, scores: Tensor) -> Tensor:
         return scores.masked_fill(self._tokens, FORBIDDEN)
+
+
+class Nucleus(ScoreFunction):
+    """Top-p after top-k: of the k best scores, the most likely ones."""
+
+    def __init__(self, chains: Sequence[Sequence[LogitsProcessor]]) -> None:
+        super().__init__(chains)
+        self._top_p = float(chains[0][1].top_p)
+
+    @staticmethod
+    def stands_for(first: LogitsProcessor, second: LogitsProcessor) -> bool:
+        """Whether two processors that follow each other are served faster as one."""
+        return (
+            type(first) is logits_process.TopKLogitsWarper
+            and type(second) is logits_process.TopPLogitsWarper
+            and first.top_k <= MOST_BEST
+            and second.min_tokens_to_keep == 1
+            and first.filter_value == second.filter_value == FORBIDDEN
+        )
+
+    def _process(self, scores: Tensor) -> Tensor:
+        flat = scores.flatten(0, 1)
+        best = flat.topk(min(self._processors[0].top_k, flat.shape[1])).values
+        ops = ops_for(scores.device) if scores.dtype is torch.float32 else reference
+        kept: Tensor = ops.nucleus(flat, best, self._top_p)
+        return kept.view(scores.shape)

@@ -72,7 +72,7 @@ class RepetitionPenalty(BlockFunction):
             hidden |= (text.places < begins)[:, None]
         elif begins:
             hidden |= text.places < begins
-        tokens = torch.where(hidden, vocabulary, text.tokens[:, None])
+        tokens = text.tokens[:, None].masked_fill(hidden, vocabulary)
         return torch.where(marked(tokens, vocabulary), penalised(scores, self._processors[0].penalty), scores)
 
 
@@ -87,12 +87,12 @@ class NoRepeatedNGrams(BlockFunction):
         if text.bound < size:
             return scores
         windows = text.tokens.unfold(1, size, 1)
-        repeats = text.places[size - 1 :] < text.ends[:, :, None]
+        others = text.places[size - 1 :] >= text.ends[:, :, None]
         if size > 1:
-            repeats &= (windows[:, None, :, :-1] == text.suffix(size - 1)[:, :, None]).all(3)
+            others |= (windows[:, None, :, :-1] != text.suffix(size - 1)[:, :, None]).any(3)
         if text.begins is not None:
-            repeats &= (text.places[: 1 - size or None] >= text.begins)[:, None]
-        completing = torch.where(repeats, windows[:, None, :, -1], vocabulary)
+            others |= (text.places[: 1 - size or None] < text.begins)[:, None]
+        completing = windows[:, None, :, -1].masked_fill(others, vocabulary)
         return scores.masked_fill(marked(completing, vocabulary), FORBIDDEN)
 
 
@@ -121,10 +121,10 @@ class NoNGramsOfThePrompt(BlockFunction):
         size = ngrams.shape[3]
         if text.bound < size - 1:
             return scores
-        repeats = (text.lengths >= size - 1)[:, :, None]
+        others = (text.lengths < size - 1)[:, :, None]
         if size > 1:
-            repeats = repeats & (ngrams[..., :-1] == text.suffix(size - 1)[:, :, None]).all(3)
-        completing = torch.where(repeats, ngrams[..., -1], vocabulary)
+            others = others | (ngrams[..., :-1] != text.suffix(size - 1)[:, :, None]).any(3)
+        completing = ngrams[..., -1].masked_fill(others, vocabulary)
         return scores.masked_fill(marked(completing, vocabulary), FORBIDDEN)
 
 
@@ -183,7 +183,7 @@ class SequenceBias(BlockFunction):
             size = begins.shape[1]
             if text.bound < size:
                 continue
-            matches = (text.suffix(size)[:, :, None] == begins).all(3)
-            matches &= (text.lengths >= size + self._spare)[:, :, None]
-            bias.index_add_(2, lasts, torch.where(matches, biases, 0.0).to(scores.dtype))
+            others = (text.suffix(size)[:, :, None] != begins).any(3)
+            others |= (text.lengths < size + self._spare)[:, :, None]
+            bias.index_add_(2, lasts, biases.to(scores.dtype).masked_fill(others, 0.0))
         return scores + bias

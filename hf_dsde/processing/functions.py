@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import LogitsProcessor
 
-from hf_dsde.processing import by_length, by_scores, by_text  # noqa: F401 - their functions are registered
+from hf_dsde.processing import by_length, by_scores, by_text  # noqa: F401 - functions are registered there
 from hf_dsde.processing.block_function import BlockFunction, function_class
 
 
@@ -20,10 +20,16 @@ def block_functions(
         places: Where in the whole chain each of them is.
     """
     functions: list[tuple[BlockFunction, list[int]]] = []
-    for place, processors in zip(places, zip(*chains, strict=True), strict=True):
-        function = function_class(processors[0])
+    first, count = chains[0], 0
+    for number in range(len(places)):
+        if number < count:  # the function before stands for it
+            continue
+        function, count = function_class(first[number]), number + 1
+        if count < len(first) and by_scores.Nucleus.stands_for(*first[number : count + 1]):
+            function, count = by_scores.Nucleus, count + 1
         assert function is not None
-        functions.append((function([[processor] for processor in processors]), [place]))
+        members = [chain[number:count] for chain in chains]
+        functions.append((function(members), list(places[number:count])))
     return functions
 
 

@@ -14,12 +14,14 @@ from interpreting import loops_with_new_numpy  # noqa: F401 - a fixture
 from kernel_cases import (
     ATTENTION_CASES,
     DISTRIBUTIONS,
+    NUCLEI,
     AttentionCase,
     AttentionInput,
     make_attention,
     slow_attention,
     slow_entropy_and_top,
     slow_norm,
+    slow_nucleus,
     slow_rotation,
     slow_silu_mul,
 )
@@ -217,6 +219,14 @@ def test_entropy_and_top_are_those_of_the_definition(make):
     assert bool((entropy >= 0).all())
 
 
+@pytest.mark.parametrize(("make", "count", "top_p"), NUCLEI.values(), ids=NUCLEI)
+def test_a_nucleus_is_that_of_the_definition(make, count, top_p):
+    torch.manual_seed(0)
+    scores = make()
+    kept = kernels.nucleus(scores, scores.topk(count).values, top_p)
+    torch.testing.assert_close(kept, slow_nucleus(scores, count, top_p), rtol=0, atol=0)
+
+
 def test_nothing_happens_without_tokens():
     none = torch.randn(0, 4, 16)
     keys = torch.ones(1, 4, 3, 16)
@@ -230,3 +240,4 @@ def test_nothing_happens_without_tokens():
     assert kernels.rms_norm(none[:, 0], torch.ones(16), 1e-5).shape == (0, 16)
     assert kernels.silu_mul(none[:, 0], none[:, 0]).shape == (0, 16)
     assert kernels.entropy_and_top(torch.randn(0, 9))[1].shape == (0, 2)
+    assert kernels.nucleus(torch.randn(0, 9), torch.randn(0, 2), 0.5).shape == (0, 9)

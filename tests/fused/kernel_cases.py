@@ -194,6 +194,50 @@ def slow_entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor(entropies, dtype=torch.float64), torch.tensor(tops, dtype=torch.float64)
 
 
+NUCLEI = {
+    "few tokens": (lambda: torch.randn(3, 50), 7, 0.8),
+    "one of the best": (lambda: torch.randn(2, 50), 1, 0.5),
+    "more best than tokens": (lambda: torch.randn(2, 9), 9, 0.6),
+    "all of the best": (lambda: torch.randn(3, 5000), 20, 1.0),
+    "the first alone": (lambda: torch.randn(3, 5000), 20, 0.0),
+    "real numbers": (lambda: 3 * torch.randn(5, 9000), 20, 0.8),
+    "many of the best": (lambda: torch.randn(2, 9000), 600, 0.85),
+    "rounded to bfloat16": (lambda: (4 + torch.randn(6, 9000)).bfloat16().float(), 20, 0.77),
+    "coarse": (lambda: torch.randn(6, 9000).round(), 20, 0.77),
+    "a tie at the end of the best": (lambda: torch.zeros(2, 5000).index_fill_(1, torch.arange(3), 1.0), 5, 0.4),
+    "a tie in front of the end": (lambda: -torch.arange(5000.0).div(4).floor()[None].expand(2, -1) / 9, 18, 0.7),
+    "flat": (lambda: torch.zeros(2, 4097), 3, 0.3),
+    "flat but for the end": (lambda: torch.zeros(2, 8200).index_fill_(1, torch.arange(8190, 8200), 2.0), 10, 0.55),
+    "excluded tokens": (lambda: torch.randn(4, 1000).masked_fill(torch.rand(4, 1000) < 0.7, -math.inf), 20, 0.9),
+    "fewer left than the best": (
+        lambda: torch.full((2, 900), -math.inf).index_copy_(1, torch.arange(4), torch.randn(2, 4)),
+        20,
+        0.9,
+    ),
+    "one token is left": (lambda: torch.full((2, 90), -math.inf).index_fill_(1, torch.tensor([33]), 5.0), 8, 0.9),
+    "large and apart": (lambda: 1e4 * torch.randn(3, 300), 6, 0.9),
+    "rows out of wider ones": (lambda: torch.randn(3, 5, 80)[:, 2, :70], 11, 0.8),
+    "columns apart": (lambda: torch.randn(70, 3).T, 11, 0.8),
+}
+"""Scores, how many are best, and the probability that the nucleus has, by what is special about them."""
+
+
+def slow_nucleus(scores: Tensor, count: int, top_p: float) -> Tensor:
+    """What `nucleus` keeps, decided token by token in float64; of equal scores those of the smallest ids."""
+    kept = torch.full_like(scores, -math.inf)
+    for row, values in enumerate(scores.double().cpu().tolist()):
+        last = sorted(values)[-count]
+        best = sorted((-value, token) for token, value in enumerate(values) if value >= last and value > -math.inf)
+        weights = [math.exp(best[0][0] - negative) for negative, _ in best]
+        mass = math.fsum(weights)
+        before = 0.0
+        for place, ((_, token), weight) in enumerate(zip(best, weights, strict=True)):
+            if place == 0 or before < top_p * mass * (1 - 1e-12):
+                kept[row, token] = scores[row, token]
+            before += weight
+    return kept
+
+
 @dataclass(frozen=True)
 class ProductCase:
     """Sizes of a launch: tokens, width, rows of each weight, and which of them has a bias."""

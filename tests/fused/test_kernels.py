@@ -140,7 +140,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
 
 def test_the_other_kernels_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from hf_dsde.fused import attention_kernel, distribution_kernel, kernels
+    from hf_dsde.fused import attention_kernel, distribution_kernel, kernels, nucleus_kernel
 
     half = dict.fromkeys(("x", "residual", "weight", "normed", "summed"), "*bf16") | {"total": "i32", "eps": "fp32"}
     for add, tile, dim in ((True, 1, 5120), (False, 8, 128)):
@@ -153,6 +153,9 @@ def test_the_other_kernels_compile(tmp_path, monkeypatch):
         "ptx"
     ]
     assert "ld.global.v4" in code
+    asked = dict.fromkeys(("scores", "best", "kept"), "*fp32") | {"top_p": "fp32"}
+    sizes = {"block": nucleus_kernel.BLOCK, "block_best": 32}
+    assert "ld.global.v4" in _compile(nucleus_kernel._nucleus_kernel, asked, sizes, 16).asm["ptx"]
     merged = {
         "means": "*fp32",
         "logsums": "*fp32",

@@ -12,6 +12,7 @@ import torch
 from kernel_cases import (
     ATTENTION_CASES,
     DISTRIBUTIONS,
+    NUCLEI,
     PRODUCT_CASES,
     AttentionCase,
     ProductCase,
@@ -21,6 +22,7 @@ from kernel_cases import (
     slow_attention,
     slow_entropy_and_top,
     slow_linear,
+    slow_nucleus,
     without_positions,
 )
 from stored import store_texts
@@ -68,6 +70,24 @@ def test_entropy_and_top_are_those_of_the_definition(kernels, make):
     expected_entropy, expected_top = slow_entropy_and_top(logits)
     torch.testing.assert_close(entropy.double().cpu(), expected_entropy, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(top.double().cpu(), expected_top, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(("make", "count", "top_p"), NUCLEI.values(), ids=NUCLEI)
+def test_a_nucleus_is_that_of_the_definition(kernels, make, count, top_p):
+    torch.manual_seed(0)
+    scores = make().to("cuda")
+    kept = kernels.nucleus(scores, scores.topk(count).values, top_p)
+    torch.testing.assert_close(kept.cpu(), slow_nucleus(scores, count, top_p).cpu(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_nucleus_of_a_real_vocabulary_is_that_of_torch(kernels, rounded):
+    torch.manual_seed(1)
+    scores = 3 * torch.randn(96, 151_936, device="cuda")
+    scores = scores.bfloat16().float() if rounded else scores
+    best = scores.topk(20).values
+    kept, expected = (ops.nucleus(scores, best, 0.8) for ops in (kernels, reference))
+    torch.testing.assert_close(kept.sort().values, expected.sort().values, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rows", [1, 40])

@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import DISTRIBUTIONS, rounded_gated, slow_entropy_and_top, slow_linear
+from kernel_cases import (
+    DISTRIBUTIONS,
+    NUCLEI,
+    rounded_gated,
+    slow_entropy_and_top,
+    slow_linear,
+    slow_nucleus,
+)
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
@@ -221,3 +228,12 @@ def test_entropy_and_top_are_those_of_the_definition(make: Callable[[], Tensor])
     # The logarithm of a probability is rounded at the size of the logits.
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(top.double(), expected_top, rtol=2e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize(("make", "count", "top_p"), NUCLEI.values(), ids=NUCLEI)
+def test_a_nucleus_is_that_of_the_definition(make: Callable[[], Tensor], count: int, top_p: float) -> None:
+    torch.manual_seed(0)
+    scores = make().double()
+    kept = reference.nucleus(scores, scores.topk(count).values, top_p)
+    # Of equal scores, others may be kept.
+    torch.testing.assert_close(kept.sort().values, slow_nucleus(scores, count, top_p).sort().values, rtol=0, atol=0)
