@@ -89,7 +89,14 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
             "`speculation_policy` decides how much a draft model drafts, so one is needed. Pass assistant_model=... "
             + PLAIN,
         )
-    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+    if getattr(generation_config, "dola_layers", None) is not None:
+        _refuse(
+            f"dola_layers={generation_config.dola_layers!r}",
+            "layers of the target are contrasted in plain decoding, and a draft would leave that out. " + PLAIN,
+        )
+    if getattr(generation_config, "is_assistant", False):
+        _refuse("is_assistant=True", "it marks the calls of a draft inside a stock call. Leave it out.")
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type"):
         if getattr(generation_config, name, None):
             _refuse(
                 f"{name}={getattr(generation_config, name)}",

@@ -242,6 +242,37 @@ def falcon() -> PreTrainedModel:
     )
 
 
+def xlm() -> PreTrainedModel:
+    return transformers.XLMWithLMHeadModel(
+        transformers.XLMConfig(vocab_size=VOCABULARY, emb_dim=16, n_layers=1, n_heads=2, is_decoder=True)
+    )
+
+
+def bart() -> PreTrainedModel:
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=16,
+        is_decoder=True,
+        is_encoder_decoder=False,
+    )
+    return transformers.BartForCausalLM(config)
+
+
+def gpt_neo() -> PreTrainedModel:
+    config = transformers.GPTNeoConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+    )
+    return transformers.GPTNeoForCausalLM(config)
+
+
 def llama_with(**fields: Any) -> PreTrainedModel:
     model = tiny_model("llama")
     for name, value in fields.items():
@@ -268,6 +299,9 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], tuple[str, ...]]] = {
     ),
     "chunked layers": (partial(llama_with, attention_chunk_size=WINDOW), ("['chunked_attention']",)),
     "shared caches": (partial(llama_with, num_kv_shared_layers=1), ("num_kv_shared_layers=1",)),
+    "local layers": (gpt_neo, ("(GPTNeoForCausalLM) with layer types ['local_attention']", "Leave out")),
+    "positions counted by the cache": (bart, ("(BartForCausalLM)", "takes no position_ids", "Leave out")),
+    "mask tokens": (xlm, ("(XLMWithLMHeadModel)", "mask token", "Leave out")),
     "attention without masks": (
         unmaskable,
         ("attn_implementation='flash_attention_2'", "model.set_attn_implementation", "'sdpa'"),
