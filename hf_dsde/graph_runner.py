@@ -23,7 +23,7 @@ from hf_dsde.fused.block import TokenBlock
 from hf_dsde.fused.decoder import FusedDecoder
 from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
 from hf_dsde.packing import PackedTokens
-from hf_dsde.recording_key import Key
+from hf_dsde.recording_key import Key, is_compiled
 from hf_dsde.runner import BlockBuffers, EagerRunner, next_bucket, next_multiple
 from hf_dsde.spans import Span, flat_places, portions, total_count
 from hf_dsde.transfers import upload
@@ -84,6 +84,7 @@ class GraphRunner(EagerRunner):
     ) -> None:
         super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config)
         self._forward = forward
+        self._compiles = forward is not None or is_compiled(model)
         self._width_buckets = widths or self._width_buckets
         self._fused = fused
         self._on_failure = on_failure
@@ -286,7 +287,7 @@ class GraphRunner(EagerRunner):
         buffers = BlockBuffers(rows, width, self.device)
         if self._fused is None:
             body = self._own_forward(buffers, reach, kept)
-            if self._forward is not None:  # compiling may wait for the device as often as it likes
+            if self._compiles:  # which may wait for the device as often as it likes
                 body()
             return RecordedPass(self._workspace.capture(body), buffers)
         block = self._fused_block(rows * width, width, buffers)

@@ -67,6 +67,18 @@ def recording_key(model: PreTrainedModel) -> Key | None:
     return tuple(weights), tuple(attributes), tuple(map(_class_key, classes)), _files_key(classes), _settings(model)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the user has had torch.compile compile the model or a part of it."""
+    if "torch._dynamo" not in sys.modules:  # then nobody has, and importing it takes seconds
+        return False
+    return any(
+        module._compiled_call_impl is not None
+        or isinstance(module, torch._dynamo.OptimizedModule)
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in _modules(model)
+    )
+
+
 def _modules(model: nn.Module) -> list[nn.Module]:
     """A model's modules, each once. Walking them with its own iterators takes several times as long."""
     found: dict[int, nn.Module] = {}

@@ -8,12 +8,15 @@ distributions are one-hot and their divergence says nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 CPU_CACHE_ELEMENTS = 1 << 17
 """Values that a CPU works on at once, of distributions it reads several times: far faster than all at once."""
+DEVICE_ELEMENTS = 1 << 24
+"""Values that another device works on at once: 64 MiB of float32 for each tensor in between, and enough to be busy."""
 DRAFT_PROBABILITY_FLOOR = 1e-8
 """The smallest probability that the draft is taken to give a token, so that a KLD stays finite (at most 18.4 nats)."""
 
@@ -42,8 +45,7 @@ def entropy(logits: Tensor) -> Tensor:
     Returns:
         Entropies, shape `[...]`, float32, nats.
     """
-    rows = logits.reshape(-1, logits.shape[-1])
-    entropies = [entropy_of_(torch.log_softmax(part, -1, dtype=torch.float32)) for part in _cache_sized(rows, 8)]
+    entropies = [entropy_of_(torch.log_softmax(part, -1, dtype=torch.float32)) for part in _parts(logits, 8)]
     return torch.cat(entropies).view(logits.shape[:-1])
 
 
@@ -73,12 +75,7 @@ def kl_divergence(target_logits: Tensor, draft_logits: Tensor, floor: float = DR
     Returns:
         Divergences, shape `[...]`, float32, nats, at least 0.
     """
-    vocabulary = target_logits.shape[-1]
-    pairs = zip(
-        _cache_sized(target_logits.reshape(-1, vocabulary)),
-        _cache_sized(draft_logits.reshape(-1, vocabulary)),
-        strict=True,
-    )
+    pairs = zip(_parts(target_logits), _parts(draft_logits), strict=True)
     return torch.cat([_divergence(*pair, floor) for pair in pairs]).view(target_logits.shape[:-1])
 
 
@@ -91,16 +88,27 @@ def _divergence(target_logits: Tensor, draft_logits: Tensor, floor: float) -> Te
     return torch.linalg.vecdot(target, log_ratio).clamp_min(0.0)
 
 
-def _cache_sized(rows: Tensor, factor: int = 1) -> tuple[Tensor, ...]:
-    """Split `[rows, vocabulary]` for passes over it that read it several times: on a CPU into what its cache holds.
+def _parts(logits: Tensor, factor: int = 1) -> Iterator[Tensor]:
+    """Split distributions for passes over them that read them several times: on a CPU into what its cache holds.
+
+    On other devices this bounds what lies in between, which would be several times as much as the logits.
 
     Args:
-        rows: What is read.
-        factor: How many times more may be worked on at once, where fewer passes are made.
+        logits: `[..., vocabulary]`.
+        factor: How many times more a CPU may work on at once, where fewer passes are made.
+
+    Yields:
+        `[rows, vocabulary]`, all rows in order; at least one part.
     """
-    if rows.device.type != "cpu" or len(rows) == 0:
-        return (rows,)
-    return rows.split(max(1, factor * CPU_CACHE_ELEMENTS // rows.shape[1]))
+    elements = factor * CPU_CACHE_ELEMENTS if logits.device.type == "cpu" else DEVICE_ELEMENTS
+    vocabulary = logits.shape[-1]
+    if logits.dim() > 2 and len(logits):  # a slice is copied before it can be flat, so not all of it at once
+        outer = logits.split(max(1, elements // max(1, logits[0].numel())))
+    else:
+        outer = (logits,)
+    for part in outer:
+        rows = part.reshape(-1, vocabulary)
+        yield from rows.split(max(1, elements // vocabulary))
 
 
 def two_largest(values: Tensor) -> Tensor:

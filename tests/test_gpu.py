@@ -7,6 +7,7 @@ the runner itself.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from hf_dsde.fused.decoder import why_not_fused
 from hf_dsde.graph_runner import GraphRunner
 from hf_dsde.graphs import CudaCapture
 from hf_dsde.memory import cache_bytes
-from hf_dsde.runners import RunnerWarning
+from hf_dsde.runners import RunnerWarning, create_runner
 from hf_dsde.workspaces import workspaces
 
 pytestmark = [
@@ -211,3 +212,157 @@ def test_a_text_that_cannot_fit_is_refused_before_anything_is_allocated(monkeypa
         target.generate(**options, max_new_tokens=absurd)
     assert torch.cuda.max_memory_allocated() - before < 2**30, "only the tokens themselves were allocated"
     assert torch.equal(target.generate(**options, max_new_tokens=8), expected)
+
+
+def fresh_pair(dtype: torch.dtype = torch.float32, device: torch.device = CUDA) -> tuple[PreTrainedModel, Any]:
+    """Return a target of the test's own and what it generates with, given further arguments of the call."""
+    target = tiny_model().to(dtype)
+    draft = noisy_copy(target, 0.05).to(device)
+    hf_dsde.enable(target.to(device))
+
+    def text(policy: Any = "static", **settings: Any) -> torch.Tensor:
+        return target.generate(
+            **batch_on(device),
+            max_new_tokens=12,
+            do_sample=False,
+            assistant_model=draft,
+            speculation_policy=policy,
+            speculation_config=SpeculationConfig(**settings),
+        )
+
+    return target, text
+
+
+def plain_text(target: PreTrainedModel) -> torch.Tensor:
+    return target.generate(**batch_on(target.device), max_new_tokens=12, do_sample=False)
+
+
+@pytest.mark.parametrize("policy", ["goodput", "marginal_goodput", "dsde", "svip"])
+def test_calls_in_inference_mode_and_out_of_it_follow_each_other(policy: str) -> None:
+    target, text = fresh_pair()
+    expected = plain_text(target)
+    for round_, mode in enumerate((torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode)):
+        with mode():
+            assert torch.equal(text(policy), expected)
+        if round_ == 1:
+            hf_dsde.release_memory(target)
+    assert torch.equal(text(policy), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first", [False, True], ids=["plain first", "autocast first"])
+def test_autocast_comes_and_goes(dtype: torch.dtype, first: bool) -> None:
+    """Each call gives what the same call gives on models that no call was made with before."""
+
+    def in_mode(text: Any, enabled: bool) -> torch.Tensor:
+        with torch.autocast("cuda", dtype, enabled=enabled):
+            return text("dsde")
+
+    expected = {enabled: in_mode(fresh_pair()[1], enabled) for enabled in (False, True)}
+    target, text = fresh_pair()
+    for enabled in (first, not first, first, not first):
+        assert torch.equal(in_mode(text, enabled), expected[enabled])
+    if first:
+        with torch.autocast("cuda", dtype):
+            target(**batch_on(CUDA))  # its casts of the weights are gone with the block
+            assert torch.equal(in_mode(text, True), expected[True])
+        assert torch.equal(in_mode(text, True), expected[True])
+
+
+def test_a_model_that_accelerate_has_prepared_in_between() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    target, text = fresh_pair()
+    bare = text()
+    accelerate.Accelerator(mixed_precision="bf16").prepare(target)
+    prepared = text()
+    assert torch.equal(text(), prepared)
+    accelerate.utils.extract_model_from_parallel(target, keep_fp32_wrapper=False)
+    assert torch.equal(text(), bare)
+
+
+@pytest.mark.filterwarnings("ignore::hf_dsde.RunnerWarning")
+@pytest.mark.parametrize("reason", ["train", "hook", "memory"])
+def test_a_reason_that_passes_leaves_nothing_behind(
+    reason: str, recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, text = fresh_pair()
+    expected = plain_text(target)
+    if reason == "memory":
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_dsde.graphs._warm_up", full)
+            with pytest.raises(torch.OutOfMemoryError):
+                text()
+    else:
+        handle = target.lm_head.register_forward_hook(lambda *_: None)
+        if reason == "train":
+            handle.remove()
+            target.train()
+        assert torch.equal(text(), expected)
+        handle.remove()
+        target.eval()
+    recorded.clear()
+    assert torch.equal(text(), expected)
+    assert isinstance(create_runner(target, 6, 64, SpeculationConfig()), GraphRunner)
+    assert recorded
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_replaced_arithmetic_is_seen_and_takes_no_more_memory_each_time(fused: bool) -> None:
+    target, text = fresh_pair()
+    text(fused_layers=fused)
+    mlp = target.model.layers[-1].mlp
+    original = mlp.forward
+    reserved = []
+    for factor in (-3.0, 2.0, -1.0, 0.5):
+        mlp.forward = lambda x, factor=factor: factor * original(x)
+        assert torch.equal(text(fused_layers=fused), plain_text(target))
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] - reserved[1] < 2**23, "memory of recordings that are not kept is used again"
+
+
+def test_float64_is_computed_in_float64() -> None:
+    target, text = fresh_pair(torch.float64)
+    assert "torch.float64" in str(why_not_fused(target))
+    for _ in range(2):
+        assert torch.equal(text("dsde"), plain_text(target))
+
+
+def test_other_threads_may_wait_for_the_device_while_passes_are_recorded(recorded: list[int]) -> None:
+    target, text = fresh_pair()
+    expected = plain_text(target)
+    failures: list[Exception] = []
+    done = threading.Event()
+
+    def wait_often() -> None:
+        stream = torch.cuda.Stream()
+        try:
+            with torch.cuda.stream(stream):
+                while not done.is_set():
+                    torch.ones(1, device=CUDA).item()
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the test fails
+            failures.append(failure)
+
+    thread = threading.Thread(target=wait_often)
+    thread.start()
+    try:
+        assert torch.equal(text("goodput"), expected)
+    finally:
+        done.set()
+        thread.join()
+    assert not failures
+    assert recorded
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("settings", [{}, {"runner": "eager"}], ids=str)
+def test_both_models_may_live_on_a_device_that_is_not_the_current_one(settings: dict[str, Any]) -> None:
+    device = torch.device("cuda", 1)
+    target, text = fresh_pair(device=device)
+    expected = plain_text(target)
+    assert torch.cuda.current_device() == 0
+    for policy in ("svip", "adaedl", "gammatune_plus", "tapout", "marginal_goodput", "goodput", "dsde"):
+        assert torch.equal(text(policy, **settings), expected)

@@ -22,7 +22,7 @@ import hf_dsde
 from hf_dsde import graphs
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.graph_runner import GraphRunner
-from hf_dsde.recording_key import recording_key
+from hf_dsde.recording_key import is_compiled, recording_key
 from hf_dsde.runner import EagerRunner
 from hf_dsde.runners import RunnerWarning, create_runner
 from hf_dsde.workspaces import workspaces
@@ -323,6 +323,26 @@ def test_recordings_that_are_not_kept_leave_their_memory_to_the_next(recording: 
     [workspace] = workspaces._idle[target]
     assert len(workspace.passes) == 0
     assert not workspace.cache.is_allocated
+
+
+COMPILED: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "in place": lambda model: model.compile(backend="eager"),
+    "a part": lambda model: setattr(
+        model.model.layers[0], "mlp", torch.compile(model.model.layers[0].mlp, backend="eager")
+    ),
+    "forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED.values(), ids=COMPILED)
+def test_what_the_user_has_compiled_is_found_and_told_apart(how: Callable[[PreTrainedModel], Any]) -> None:
+    model = tiny_model()
+    before = recording_key(model)
+    assert not is_compiled(model)
+    how(model)
+    assert is_compiled(model)
+    assert recording_key(model) == recording_key(model) != before
+    assert recording_key(model) is not None
 
 
 def test_no_function_or_model_is_kept_alive_by_a_key() -> None:

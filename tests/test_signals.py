@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dsde import signals
 
@@ -212,3 +213,36 @@ def test_acceptance_probability_is_one_minus_total_variation() -> None:
     expected = 1 - 0.5 * (target - draft).abs().sum(-1)
     torch.testing.assert_close(signals.acceptance_probability(target, draft), expected)
     assert signals.acceptance_probability(target, target).tolist() == pytest.approx([1.0] * 5)
+
+
+class TestMemory:
+    """What lies in between is bounded, whatever the batch."""
+
+    @pytest.mark.parametrize("signal", ["entropy", "kl_divergence"])
+    @pytest.mark.parametrize("shape", [(5, 7, 40), (35, 40), (2, 0, 40), (0, 3, 40), (40,), (1, 1, 40), (2, 3, 4, 40)])
+    def test_parts_give_the_numbers_of_the_whole(self, signal, shape, monkeypatch):
+        function = getattr(signals, signal)
+        logits = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+        inputs = logits[:1] if signal == "entropy" else logits
+        whole = function(*inputs)
+        assert whole.shape == shape[:-1]
+        monkeypatch.setattr(signals, "CPU_CACHE_ELEMENTS", 100)
+        assert torch.equal(function(*inputs), whole)
+
+    @pytest.mark.parametrize("device", ["cpu", "meta"])
+    def test_no_tensor_is_larger_than_a_part(self, device, monkeypatch):
+        largest = []
+
+        class Sizes(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                result = func(*args, **(kwargs or {}))
+                if isinstance(result, torch.Tensor) and not func.is_view:
+                    largest.append(result.numel())
+                return result
+
+        monkeypatch.setattr(signals, "CPU_CACHE_ELEMENTS", 3000)
+        monkeypatch.setattr(signals, "DEVICE_ELEMENTS", 3000)
+        target, draft = torch.randn(12, 9, 100, device=device), torch.randn(12, 8, 100, device=device)
+        with Sizes():
+            signals.kl_divergence(target[:, :8], draft)
+        assert 0 < max(largest) <= 3000
