@@ -150,7 +150,8 @@ class RefillLoop(SpeculativeLoop):
         self._sequences.replace_rows(rows, prompts, [request.max_new_tokens for request in requests])
         self._target.replace_rows(rows, [prompt[:-1] for prompt in prompts])
         self._drafter.replace_rows(rows, prompts)
-        places = [-1 if row in rows else row for row in range(self._sequences.rows)]
+        taken = set(rows)
+        places = [-1 if row in taken else row for row in range(self._sequences.rows)]
         self._policy.select_rows(upload(places, self._sequences.device))
         self._clock.restart()
         self._statistics.record_prefill(time.perf_counter() - started)
