@@ -154,7 +154,8 @@ class RefillLoop(SpeculativeLoop):
         spans = [Span(row, 0, len(prompt) - 1) for row, prompt in zip(rows, prompts, strict=True)]
         self._target.store(spans, self._sequences.tokens_at(spans))
         self._drafter.begin_texts(rows)
-        places = [-1 if row in rows else row for row in range(self._sequences.rows)]
+        taken = set(rows)
+        places = [-1 if row in taken else row for row in range(self._sequences.rows)]
         self._policy.select_rows(upload(places, self._sequences.device))
         self._clock.restart()
         self._statistics.record_prefill(time.perf_counter() - started)
