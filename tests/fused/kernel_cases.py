@@ -187,8 +187,10 @@ def slow_entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Entropies and the two largest probabilities, float64, token by token."""
     entropies, tops = [], []
     for row in logits.double().cpu().tolist():
-        weights = [math.exp(value - max(row)) for value in row]
-        probabilities = [weight / math.fsum(weights) for weight in weights]
+        largest = max(row)
+        weights = [math.exp(value - largest) for value in row]
+        total = math.fsum(weights)
+        probabilities = [weight / total for weight in weights]
         entropies.append(-math.fsum(p * math.log(p) for p in probabilities if p > 0))
         tops.append(sorted(probabilities)[-1:-3:-1])
     return torch.tensor(entropies, dtype=torch.float64), torch.tensor(tops, dtype=torch.float64)
