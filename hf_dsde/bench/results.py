@@ -132,6 +132,11 @@ class CaseResult:
         return Spread.of(repeat.tokens_per_second for repeat in self.repeats)
 
     @property
+    def prefill_share(self) -> Spread | None:
+        """Share of a call's time that its prompts took, over the repeats; None where the method does not tell."""
+        return Spread.of(r.prefill_seconds / r.seconds for r in self.repeats if r.prefill_seconds is not None)
+
+    @property
     def peak_memory_bytes(self) -> int | None:
         """The most over the repeats; None when unknown."""
         known = [r.peak_memory_bytes for r in self.repeats if r.peak_memory_bytes is not None]

@@ -1,7 +1,7 @@
 """A results file as tables for the terminal: one for each pair, workload and temperature.
 
 Numbers are medians over the repeats, with the smallest and the largest behind them; of ratios to further references,
-only the median.
+only the median. `prompts` is the share of the time that they took.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hf_dsde.bench.results import BenchResults, CaseResult, Spread
 
-HEADINGS = ("tok/s", "acceptance", "tok/round", "warm-up")
+HEADINGS = ("tok/s", "prompts", "acceptance", "tok/round", "warm-up")
 
 
 def results_view(results: BenchResults) -> RenderableType:
@@ -56,6 +56,7 @@ def _cells(results: BenchResults, case: CaseResult, references: Sequence[str]) -
         speed,
         *(_written(ratio, 2) for ratio in ratios[:1]),
         *(_number(None if ratio is None else ratio.median, 2) for ratio in ratios[1:]),
+        "" if case.prefill_share is None else f"{case.prefill_share.median:.0%}",
         _number(statistics.get("acceptance_rate"), 2),
         _number(statistics.get("tokens_per_round"), 2),
         "" if case.warmup_seconds is None else f"{case.warmup_seconds:.1f} s",

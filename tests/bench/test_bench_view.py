@@ -8,8 +8,13 @@ from hf_dsde.bench.results import BASELINE, OURS, BenchResults, CaseResult, Repe
 from hf_dsde.bench.view import results_view
 
 
-def case(method, seconds, batch=1, **changes):
-    repeats = [RepeatResult(index, 0, s, 100) for index, s in enumerate(seconds)]
+def case(method, seconds, batch=1, prefill=None, **changes):
+    shares = (
+        [None] * len(seconds) if prefill is None else [s * share for s, share in zip(seconds, prefill, strict=True)]
+    )
+    repeats = [
+        RepeatResult(index, 0, s, 100, share) for index, (s, share) in enumerate(zip(seconds, shares, strict=True))
+    ]
     kind = BASELINE if method.startswith("generate") else OURS
     return CaseResult("8B/x", "mix", batch, 0.0, method, kind, repeats=repeats, **changes)
 
@@ -27,7 +32,7 @@ def test_a_row_has_speed_with_its_spread_and_ratios():
         cases=[
             case("generate", [4.0, 5.0, 10.0], warmup_seconds=1.25),
             case("generate_static", [2.0, 2.5, 5.0]),
-            case("dsde", [1.0, 2.5, 4.0], statistics=statistics),
+            case("dsde", [1.0, 2.5, 4.0], prefill=[0.05, 0.2, 0.3], statistics=statistics),
         ],
         references=("generate", "generate_static", "absent"),
     )
@@ -38,12 +43,13 @@ def test_a_row_has_speed_with_its_spread_and_ratios():
     assert "absent" not in heading
     row = next(line for line in lines if "dsde" in line)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["1", "dsde", "40.0 [25.0..100.0]", "2.50 [2.00..4.00]", "1.25", "0.62", "2.50", ""]
+    assert cells == ["1", "dsde", "40.0 [25.0..100.0]", "2.50 [2.00..4.00]", "1.25", "20%", "0.62", "2.50", ""]
     plain = next(line for line in lines if "│ generate " in line)
     assert [cell.strip() for cell in plain.strip("│").split("│")][2:] == [
         "20.0 [10.0..25.0]",
         "",
         "0.50",
+        "",
         "",
         "",
         "1.2 s",
