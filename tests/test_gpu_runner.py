@@ -166,6 +166,62 @@ def test_streams_and_stop_strings_wait_for_nothing_more(policy: str, monkeypatch
     assert sum(waits.values()) <= MOST_SETTING_UP, waits
 
 
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.2, "encoder_repetition_penalty": 1.1},
+    "n-grams": {"no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 4},
+    "words": {"bad_words_ids": [[20], [21, 22], [5, 6, 7]], "sequence_bias": [[[7, 8], 2.0]], "suppress_tokens": [9]},
+    "lengths": {
+        "min_new_tokens": 8,
+        "forced_eos_token_id": 2,
+        "begin_suppress_tokens": [11, 12],
+        "exponential_decay_length_penalty": (12, 1.05),
+        "eos_token_id": [2, 3],
+    },
+    "sampling": {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1},
+    "more sampling": {
+        "do_sample": True,
+        "top_h": 0.9,
+        "min_p": 0.01,
+        "typical_p": 0.95,
+        "epsilon_cutoff": 1e-4,
+        "eta_cutoff": 1e-4,
+        "remove_invalid_values": True,
+        "renormalize_logits": True,
+    },
+}
+
+
+@pytest.mark.parametrize("policy", ["static", "goodput", "svip"])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_logits_processors_are_no_reason_to_wait(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"do_sample": False, "ends": None, **PROCESSORS[name]}
+    options["ends"] = options.pop("eos_token_id", None)
+    call(policy, **options)
+    with noted_waits(monkeypatch) as waits:
+        output = call(policy, **options)
+    statistics = output.speculation_statistics
+    rounds = len(statistics.rounds)
+    assert rounds > 8
+    assert waits.pop(EACH_ROUND) == rounds
+    assert waits.pop(EACH_DRAFT_STEP, 0) <= statistics.draft_steps
+    assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
+    waits.pop("elsewhere", None)
+    made = {place: times for place, times in waits.items() if place.startswith("processing/")}
+    # What serves a whole call is made at its first block: masks of tokens, biased sequences.
+    assert all(place.endswith(("::_make", "::_make_rows", "::token_mask", "::_forced_tokens")) for place in made), made
+    assert sum(made.values()) <= MOST_SETTING_UP, made
+    assert set(waits) - set(made) <= SETTING_UP, waits
+
+
+@pytest.mark.parametrize("name", ["penalties", "n-grams", "words", "lengths"])
+def test_logits_processors_on_a_gpu_give_plain_text(name: str) -> None:
+    target, _ = pair()
+    options = {"eos_token_id": None, **PROCESSORS[name]}
+    plain = target.generate(**batch(), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, **options)
+    ends = options.pop("eos_token_id")
+    assert torch.equal(call("static", False, ends, **options).sequences, plain)
+
+
 def test_only_policies_that_stop_inside_a_round_wait_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ends = plain_and_ends()
     for policy, stops in (("static", False), ("dsde", False), ("svip", True)):

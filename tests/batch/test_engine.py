@@ -15,7 +15,13 @@ import torch
 from recorded import NotingCapture, recording  # noqa: F401 - a fixture
 from tiny_models import AGREEMENT, EOS, FAMILIES, VOCABULARY, noisy_copy, tiny_model
 from tiny_text import tiny_tokenizer
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    WatermarkingConfig,
+)
 
 import hf_dsde
 from hf_dsde import SpeculationConfig
@@ -41,6 +47,14 @@ def requests_of(lengths: Sequence[int], limits: Sequence[int], seed: int = 0) ->
 
 MIXED = requests_of([1, 9, 2, 30, 1, 5, 17, 3, 70, 2, 8, 4, 1], [7, 1, 19, 3, 12, 24, 1, 9, 5, 16, 2, 30, 11])
 """Prompts and answers of very different lengths, more than twice as many as the tests have rows."""
+
+
+class FavoursByLength(LogitsProcessor):
+    """A processor of a user's own, which looks at what it is shown."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token = (input_ids[:, -1] * 7 + input_ids.shape[1]) % scores.shape[1]
+        return scores.scatter_add(1, token[:, None], torch.full((len(scores), 1), 3.0, dtype=scores.dtype))
 
 
 class Pair:
@@ -72,8 +86,7 @@ class Pair:
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=request.max_new_tokens,
-            do_sample=False,
-            **arguments,
+            **{"do_sample": False, **arguments},
         )
         return text[0, ids.shape[1] :].tolist()
 
@@ -159,12 +172,53 @@ def test_prompts_are_stored_in_chunks() -> None:
         {"no_repeat_ngram_size": 2, "temperature": 1.0},
         {"min_new_tokens": 6, "eos_token_id": [EOS, 40, 50, 60]},
         {"forced_eos_token_id": EOS, "bad_words_ids": [[20], [21, 22]]},
+        {
+            "encoder_repetition_penalty": 1.6,
+            "sequence_bias": [[[7], -9.0], *([[token, 50], 4.0] for token in range(3, 96))],
+            "suppress_tokens": [8, 9, 10],
+            "begin_suppress_tokens": list(range(3, 80)),
+        },
+        {
+            "encoder_no_repeat_ngram_size": 1,
+            "exponential_decay_length_penalty": (2, 1.2),
+            "forced_bos_token_id": 1,
+            "eos_token_id": [EOS, 40, 50],
+            "renormalize_logits": True,
+        },
+        {
+            "prefix_allowed_tokens_fn": lambda row, text: [
+                t for t in range(3, 96) if (t + int(text[-1]) + len(text)) % 3
+            ]
+        },
+        {"watermarking_config": WatermarkingConfig(bias=3.0), "no_repeat_ngram_size": 1},
+        {"logits_processor": LogitsProcessorList([FavoursByLength()]), "min_new_tokens": 4, "repetition_penalty": 1.2},
+        {"do_sample": True, "top_k": 1, "top_p": 0.9, "temperature": 0.7, "repetition_penalty": 1.3},
     ],
 )
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 def test_processors_that_know_the_text_see_each_row_alone(arguments: dict[str, Any]) -> None:
     pair = Pair.of()
     check(pair, pair.engine("dsde", **arguments), MIXED, **arguments)
+
+
+def test_prompts_are_prepared_apart_only_where_that_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    original = Preparation._ask
+
+    def counted(self: Preparation, prompt: Any, max_new_tokens: int) -> Any:
+        asked.append(max_new_tokens)
+        return original(self, prompt, max_new_tokens)
+
+    monkeypatch.setattr(Preparation, "_ask", counted)
+    pair = Pair.of()
+    for arguments, times in (
+        ({"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}, 1),
+        ({"logits_processor": LogitsProcessorList([FavoursByLength()])}, 1),
+        ({"min_new_tokens": 1}, 1 + len(MIXED[:5])),
+    ):
+        asked.clear()
+        check(pair, pair.engine("static", rows=2, **arguments), MIXED[:5], **arguments)
+        assert len(asked) == times
 
 
 def test_end_tokens_stop_strings_and_limits_end_rows_and_say_so() -> None:
