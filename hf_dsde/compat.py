@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def gives_up_cache(model: PreTrainedModel) -> bool:
         getattr(module, "gradient_checkpointing", False)
         and module.training
         and (
-            _checkpoints_by_mode(type(module))
+            _checkpoints_by_mode(type(module).forward)
             or (isinstance(module, GradientCheckpointingLayer) and _layers_go_by_mode())
         )
         for module in model.modules()
@@ -70,10 +71,9 @@ def gives_up_cache(model: PreTrainedModel) -> bool:
 
 
 @functools.cache
-def _checkpoints_by_mode(kind: type) -> bool:
-    """Whether the forward pass of a class asks itself whether it checkpoints."""
-    forward = inspect.unwrap(getattr(kind, "forward", None) or (lambda: None))
-    code = getattr(forward, "__code__", None)
+def _checkpoints_by_mode(forward: Callable[..., Any]) -> bool:
+    """Whether a forward pass asks itself whether its model checkpoints."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is not None and "gradient_checkpointing" in code.co_names
 
 

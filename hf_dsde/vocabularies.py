@@ -46,7 +46,7 @@ def _compare(ours: dict[str, int], theirs: dict[str, int], shared: int) -> tuple
     return tuple(sorted((i, first[i], second[i]) for i in both if i < shared and first[i] != second[i]))
 
 
-def tokenizer_at(name_or_path: str) -> PreTrainedTokenizerBase | None:
+def tokenizer_at(name_or_path: str | None) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer that lies beside a model on this machine, None when there is none.
 
     What was found is kept until its files change.

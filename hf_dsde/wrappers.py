@@ -72,7 +72,8 @@ def _content(wrapper: Any) -> Any:
         return wrapper._modules.get("_orig_mod")
     if name in PARALLEL_WRAPPERS:
         return wrapper._modules.get("module")
-    return wrapper.get_base_model() if _is_of_peft(wrapper) else None
+    adapted: Any = wrapper
+    return adapted.get_base_model() if _is_of_peft(wrapper) else None
 
 
 def _is_of_peft(wrapper: Any) -> bool:

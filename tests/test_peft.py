@@ -56,7 +56,7 @@ def stir(wrapper: Any, seed: int) -> None:
     with torch.no_grad():
         for weight in wrapper.parameters():
             if weight.requires_grad and weight.is_floating_point():
-                weight += 0.2 * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+                weight.add_(0.2 * torch.randn(weight.shape, generator=generator).to(weight.dtype))
 
 
 @pytest.mark.parametrize("method", IN_LAYERS)

@@ -17,7 +17,7 @@ from tiny_text import StopsRowOn, tiny_tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 
 import hf_dsde
-from hf_dsde import BatchGenerator
+from hf_dsde import BatchGenerator, compat
 
 CALL: dict[str, Any] = {**ARGUMENTS, "speculation_policy": "static", "speculation_config": QUIET}
 
@@ -259,9 +259,8 @@ def test_checkpointing_that_keeps_the_cache_works_in_training_mode() -> None:
     for one in (target, assistant):
         one.gradient_checkpointing_enable()
         one.train()
-    try:
-        ours = target.generate(**CALL, assistant_model=assistant)
-    except ValueError as refusal:  # versions of transformers whose layers go by the mode alone
-        assert "gradient checkpointing" in str(refusal)
+    if compat.gives_up_cache(target):  # versions of transformers whose layers go by the mode alone
+        with pytest.raises(ValueError, match="gradient checkpointing"):
+            target.generate(**CALL, assistant_model=assistant)
     else:
-        assert ours.tolist() == plain_text()
+        assert target.generate(**CALL, assistant_model=assistant).tolist() == plain_text()
