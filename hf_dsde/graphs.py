@@ -191,6 +191,9 @@ def _waiting_raises() -> Iterator[None]:
 class NoWaiting(TorchDispatchMode):
     """Lets operations of this thread raise that wait for the device: capturing them would leave it in a bad state."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

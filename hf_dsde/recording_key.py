@@ -98,9 +98,9 @@ def _package(module_name: str) -> str:
 def _weight(tensor: Tensor) -> Key | None:
     """Where a weight lies and how it is read; None if it is of a kind that is more than its numbers."""
     if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, context = tensor.__tensor_flatten__()
         parts = [_weight(getattr(tensor, name)) for name in names]
-        return None if None in parts else (type(tensor), str(context), *parts)
+        return None if None in parts else (type(tensor), _digest(context, {}), *parts)
     if type(tensor) not in (Tensor, nn.Parameter):
         return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

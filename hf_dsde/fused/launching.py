@@ -25,7 +25,7 @@ def on_its_device(
     """
 
     @wraps(launch)
-    def guarded(first: Tensor, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+    def guarded(first: Tensor, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         with torch.cuda.device_of(first):
             return launch(first, *arguments, **named)
 
