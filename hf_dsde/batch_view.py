@@ -11,8 +11,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from hf_dsde.batch.input_rows import PROMPT_COLUMNS
 from hf_dsde.batch.job_statistics import JobStatistics
-from hf_dsde.batch.requests import PROMPT_COLUMNS
 from hf_dsde.batch.results import RowResult
 
 

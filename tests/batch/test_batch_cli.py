@@ -204,12 +204,7 @@ def test_messages_and_token_ids_are_the_same_with_and_without_chat(tmp_path):
 
 
 def test_without_a_template_plain_text_stays_plain_and_asking_is_refused(prompts, expected, monkeypatch):
-    def load(*arguments):
-        pair = tiny_pair(arguments[-2])
-        pair.tokenizer.chat_template = None
-        return pair
-
-    monkeypatch.setattr(pairs, "load_packaged_pair", load)
+    monkeypatch.setattr("tiny_pair.CHAT_TEMPLATE", None)
     plain = run(prompts, "--ordered")
     assert [row["text"] for row in lines_of(plain)] == expected["raw"]
     assert NOTE not in plain.output
@@ -377,20 +372,9 @@ def _shell(folder, *arguments):
     start = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from hf_dsde.cli import app; app()"
     )
+    settings = ["--policy", "static", "--max-new-tokens", "6"]
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            start,
-            "generate",
-            "-",
-            *named,
-            "--policy",
-            "static",
-            "--max-new-tokens",
-            "6",
-            *arguments,
-        ],
+        [sys.executable, "-c", start, "generate", "-", *named, *settings, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
