@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
+# Byte code is made of what is imported when it is imported; most of what is installed never is.
+PIP_INSTALL := $(BIN)/python -m pip install --no-compile
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -32,13 +34,13 @@ venv: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; hf-dsde needs 3.10 or newer: make venv PYTHON=/path/to/python3")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo,dev]'
+	$(PIP_INSTALL) --constraint constraints.txt --editable '.[demo,dev]'
 	@touch $@
 
 # Only the packages that differ are installed; on PYTHONPATH they come before those of the environment.
 $(OLDEST)/.installed: constraints-oldest.txt $(VENV)/.installed
 	rm -rf $(OLDEST)
-	$(BIN)/python -m pip install --no-deps --target $(OLDEST) --requirement constraints-oldest.txt
+	$(PIP_INSTALL) --no-deps --target $(OLDEST) --requirement constraints-oldest.txt
 	@touch $@
 
 demo: venv
@@ -59,8 +61,8 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli input_rows map_cache memory_plan \
 	out_of_memory output output_on_disk prefetch row_results) \
 	tests/fused/test_kernels.py \
-	$(patsubst %,tests/test_%.py,config evaluate_modules graphs live_plots recorded_function signals statistics timing \
-	transfers verification)
+	$(patsubst %,tests/test_%.py,config evaluate_modules graphs live_plots plain_step recorded_function signals statistics \
+	timing transfers verification)
 
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PYTEST) -m "not slow" $(addprefix --ignore=,$(WITHOUT_TRANSFORMERS)) \
@@ -68,7 +70,7 @@ test-oldest: $(OLDEST)/.installed
 
 $(TRITON)/.installed: Makefile $(VENV)/.installed
 	rm -rf $(TRITON)
-	$(BIN)/python -m pip install --no-deps --target $(TRITON) triton==$(TRITON_VERSION)
+	$(PIP_INSTALL) --no-deps --target $(TRITON) triton==$(TRITON_VERSION)
 	@touch $@
 
 test-kernels: $(TRITON)/.installed
