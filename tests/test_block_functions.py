@@ -229,6 +229,24 @@ def test_several_rows_for_a_prompt(name: str) -> None:
             assert_same(scores[row, column], texts.in_the_batch(chain, row, column))
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["batch", "rows alone"])
+def test_tokens_that_follow_a_column_are_not_in_front_of_it(alone: bool) -> None:
+    """A text of one token, and a draft that makes it the beginning of what is matched."""
+    ids = torch.tensor([[7], [7]])
+    sequences = SequenceBatch(ids, torch.ones_like(ids), max_new_tokens=4, scratch=4, pad_token=PAD)
+    sequences.write_behind(torch.tensor([[8, 9], [8, 8]]))
+    scores = torch.zeros(2, 3, VOCABULARY)
+    for processor in (
+        lp.SequenceBiasLogitsProcessor(bias_of(([7, 8, 4], 2.0))),
+        lp.EncoderNoRepeatNGramLogitsProcessor(3, torch.tensor([[7, 8, 4], [7, 8, 4]])),
+    ):
+        chain = LogitsProcessorList([processor])
+        process = RowProcessors([chain]) if alone else BlockProcessor(chain)
+        got = process(scores, sequences, [])
+        assert torch.equal(got[:, 0], scores[:, 0])
+        assert torch.equal(got[:, 1], chain(torch.tensor([[7, 8], [7, 8]]), scores[:, 1]))
+
+
 def test_ids_without_a_score_are_no_reason_to_fail() -> None:
     """An embedding may have more rows than the head has scores."""
     texts = Texts(0)

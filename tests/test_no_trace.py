@@ -80,11 +80,9 @@ class RaisingCriterion(StoppingCriteria):
 
 
 class RaisingProcessor(LogitsProcessor):
-    def __init__(self) -> None:
-        self.count = Countdown(12)
-
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.count()
+        if input_ids.shape[1] == INPUTS["input_ids"].shape[1] + 6:
+            raise OnPurposeError
         return scores
 
 

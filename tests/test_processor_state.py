@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.generation import logits_process
 import hf_dsde
 from hf_dsde import BatchGenerator
 from hf_dsde.batch.row_processors import RowProcessors
+from hf_dsde.policies.base import RoundOutcome, Signal
 from hf_dsde.processing.state import RemembersCallsError, StateWatch, refuse_known
 from hf_dsde.sampling import BlockProcessor
 from hf_dsde.sequences import SequenceBatch
@@ -90,6 +92,16 @@ class DrawsNumbers(LogitsProcessor):
         return scores.index_fill(1, torch.tensor([self.numbers.randrange(VOCABULARY)]), float("-inf"))
 
 
+class CountsOutOfSight(LogitsProcessor):
+    """Counts where nobody can look."""
+
+    def __init__(self) -> None:
+        self.calls = itertools.count()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.tensor([next(self.calls) % VOCABULARY]), float("-inf"))
+
+
 def counting_constraint() -> Callable[[int, Tensor], list[int]]:
     calls = 0
 
@@ -109,6 +121,7 @@ REMEMBERING: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "counts its calls": (own(CountsCalls), "CountsCalls"),
     "moves on in every call": (own(Moves), "Moves"),
     "takes in what is new": (own(TakesInWhatIsNew), "TakesInWhatIsNew"),
+    "counts out of sight": (own(CountsOutOfSight), "CountsOutOfSight"),
     "draws numbers": (own(DrawsNumbers), "DrawsNumbers"),
     "a constraint that counts": (
         lambda: {"prefix_allowed_tokens_fn": counting_constraint()},
@@ -205,7 +218,9 @@ def job(policy: Any = "static", **options: Any) -> tuple[list[list[int]], BatchG
     return [list(result.token_ids) for result in sorted(results, key=lambda result: result.index)], generator
 
 
-@pytest.mark.parametrize("policy", ["static", hf_dsde.StaticPolicy(0), "svip"], ids=["static", "no drafts", "svip"])
+@pytest.mark.parametrize(
+    "policy", [hf_dsde.StaticPolicy(3), hf_dsde.StaticPolicy(0), "svip"], ids=["three drafts", "no drafts", "svip"]
+)
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_a_processor_that_remembers_its_calls_is_refused(name: str, policy: Any) -> None:
     options, named = REMEMBERING[name]
@@ -254,13 +269,32 @@ def test_raw_logits_are_not_written_to(kind: Callable[[LogitsProcessorList], Any
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("policy", ["adaedl", "dsde"])
-def test_policies_see_raw_logits_whatever_a_processor_writes_into(policy: str) -> None:
-    counts = []
+class NotesEntropies(hf_dsde.StaticPolicy):
+    """Notes what it is told of the draft's raw distributions."""
+
+    requires = frozenset({Signal.ENTROPY, Signal.KLD})
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.seen: list[Tensor] = []
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        assert outcome.entropy is not None
+        assert outcome.kld is not None
+        self.seen += [outcome.entropy.clone(), outcome.kld.clone()]
+
+
+def test_policies_see_raw_logits_whatever_a_processor_writes_into() -> None:
+    by_processor = []
     for processor in (Halves, HalvesInPlace):
-        texts, generator = job(policy, **own(processor)())
-        counts.append((texts, generator.statistics.drafted, generator.statistics.rounds))
-    assert counts[0] == counts[1]
+        policy = NotesEntropies()
+        texts, _ = job(policy, **own(processor)())
+        by_processor.append((texts, policy.seen))
+    (texts, seen), (same_texts, same) = by_processor
+    assert texts == same_texts
+    assert len(seen) == len(same) > 4
+    for one, other in zip(seen, same, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_each_position_is_asked_about_once_after_the_first_two_texts() -> None:

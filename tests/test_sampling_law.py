@@ -32,7 +32,7 @@ from hf_dsde.policies import (
     available_policies,
     create_policy,
 )
-from hf_dsde.sequences import SequenceBatch
+from hf_dsde.processing.block_text import BlockText
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
@@ -303,14 +303,12 @@ def draw_the_bonus_from_a_residual(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hide_drafts_from_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """All positions of a block are processed with the prefix of its first one."""
-    original = SequenceBatch.prefix
 
-    def prefix(self: SequenceBatch, length: int, holds: Tensor) -> Tensor:
-        shown = original(self, length, holds)
-        drafts = torch.arange(shown.shape[1]) >= self.prompt_width + self.generated[:, None]
-        return shown.masked_fill(drafts, PAD)
+    def ends(self: BlockText) -> Tensor:
+        text = self._sequences
+        return (text.prompt_width + text.generated[:, None]).expand(-1, self._width)
 
-    monkeypatch.setattr(SequenceBatch, "prefix", prefix)
+    monkeypatch.setattr(BlockText, "ends", property(ends))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,8 @@ class Nucleus(ScoreFunction):
 
     def __init__(self, chains: Sequence[Sequence[LogitsProcessor]]) -> None:
         super().__init__(chains)
-        self._top_p = float(chains[0][1].top_p)
+        own: Any = chains[0][1]
+        self._top_p = float(own.top_p)
 
     @staticmethod
     def stands_for(first: LogitsProcessor, second: LogitsProcessor) -> bool:

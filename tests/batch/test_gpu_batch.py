@@ -100,18 +100,18 @@ def test_policies_that_learn_keep_the_text(policy: str) -> None:
 
 @pytest.mark.parametrize("family", FUSED)
 def test_prompts_of_refilled_rows_are_stored_by_recorded_passes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = []
-    original = GraphRunner._store
+    sizes, eager = [], []
+    original = GraphRunner._record_store
 
-    def store(self, *arguments):
-        stored.append(original(self, *arguments))
-        return stored[-1]
+    def record(self, size, reach):
+        sizes.append(size)
+        return original(self, size, reach)
 
-    monkeypatch.setattr(GraphRunner, "_store", store)
-    monkeypatch.setattr("hf_dsde.graph_runner.STORED_SIZES", (16, 64))
+    monkeypatch.setattr(GraphRunner, "_record_store", record)
+    monkeypatch.setattr(GraphRunner, "_store_eagerly", lambda *arguments: eager.append(arguments))
     assert texts(generator(pair(family))) == alone(family)
-    assert stored
-    assert all(stored)
+    assert sizes
+    assert not eager
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
