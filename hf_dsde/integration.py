@@ -171,7 +171,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         TypeError: If the object has no `generate` of transformers, or something else has changed the model's class
             since, as FSDP's `fully_shard` does.
     """
-    inner: Any = _generating(model)
+    inner: PreTrainedModel = _generating(model)
     if isinstance(inner, _Enabled):
         own_class = _own_class(inner)
         if type(inner) is not enabled_class(own_class):

@@ -23,6 +23,11 @@ MACHINES = ((5e-3, 1e-4), (5e-3, 1e-2), (1e-3, 2e-2), (2e-2, 1e-5))
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 
+@pytest.fixture(autouse=True)
+def given_costs() -> None:
+    """Let costs be measured and learnt, as they are for users."""
+
+
 class Clock:
     """A clock that moves on when a model runs, and only then."""
 
