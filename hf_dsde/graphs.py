@@ -191,6 +191,8 @@ def _waiting_raises() -> Iterator[None]:
 class NoWaiting(TorchDispatchMode):
     """Lets operations of this thread raise that wait for the device: capturing them would leave it in a bad state."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 

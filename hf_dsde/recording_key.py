@@ -25,9 +25,7 @@ KNOWN_PACKAGES = frozenset({"torch", "transformers", "peft"})
 KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate"}
 """Their functions may take the place of a module's `forward`, and call only what they were made with."""
 
-_BOOKKEEPING = frozenset(
-    name for name in vars(nn.Module()) if name not in ("training", "_non_persistent_buffers_set")
-) - {"_compiled_call_impl"}
+_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has, and which are looked at otherwise or say nothing about its arithmetic."""
 _NUMBERS_AND_NAMES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -111,10 +109,10 @@ def _digest(value: Any, configurations: dict[int, Any]) -> Any:
     kind = type(value)
     if kind in _NUMBERS_AND_NAMES:
         return value
+    if isinstance(value, dict):
+        return kind, tuple((_digest(k, configurations), _digest(v, configurations)) for k, v in value.items())
     if isinstance(value, Tensor):
         return _weight(value) or _identity(value)
-    if isinstance(value, Mapping):
-        return kind, tuple((_digest(k, configurations), _digest(v, configurations)) for k, v in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
         entries = (_digest(entry, configurations) for entry in value)
         return kind, tuple(entries) if isinstance(value, (list, tuple)) else frozenset(entries)

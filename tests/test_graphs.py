@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -235,3 +236,25 @@ class TestCudaCapture:
         seen = torch.zeros((), device=CUDA)
         CudaCapture(CUDA)(lambda: seen.copy_(work.abs().amax()) * 1)
         assert float(seen) == float(work.abs().amax())
+
+
+def test_what_a_failed_body_has_launched_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes on without recording may free what it works on."""
+    waits: list[tuple[object, object]] = []
+
+    class Stream:
+        def __init__(self, *_: object) -> None: ...
+
+        def wait_stream(self, other: object) -> None:
+            waits.append((self, other))
+
+    current = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    capture = CudaCapture(CUDA)
+    with pytest.raises(RuntimeError, match="cannot be recorded"):
+        capture(fail)  # type: ignore[arg-type]
+    assert waits == [(capture._stream, current), (current, capture._stream)]
