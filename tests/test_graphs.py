@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -258,3 +260,38 @@ def test_what_a_failed_body_has_launched_is_waited_for(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="cannot be recorded"):
         capture(fail)  # type: ignore[arg-type]
     assert waits == [(capture._stream, current), (current, capture._stream)]
+
+
+WAITING: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "branch": lambda x: bool((x > 0).any()),
+    "mask": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "unique": lambda x: x.unique(),
+    "repeats": lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.int64)),
+    "counts": lambda x: torch.bincount(x.abs().long()),
+}
+
+
+class TestNoWaiting:
+    @pytest.mark.parametrize("body", WAITING.values(), ids=WAITING)
+    def test_operations_that_wait_raise(self, body: Callable[[torch.Tensor], Any]) -> None:
+        x = torch.randn(4)
+        body(x)
+        with graphs.NoWaiting(), pytest.raises(RuntimeError, match="waits for the device"):
+            body(x)
+
+    def test_others_do_not(self) -> None:
+        x = torch.randn(4)
+        with graphs.NoWaiting():
+            x[x > 0] = 1.0
+            torch.where(x > 0, x, 0.0)
+            x[torch.tensor([0, 2])].repeat_interleave(torch.ones(2, dtype=torch.int64), output_size=2)
+
+    def test_only_this_thread_is_held_to_it(self) -> None:
+        seen: list[float] = []
+        with graphs.NoWaiting():
+            thread = threading.Thread(target=lambda: seen.append(torch.ones(1).item()))
+            thread.start()
+            thread.join()
+        assert seen == [1.0]

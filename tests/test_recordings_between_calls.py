@@ -16,13 +16,11 @@ import torch
 from recorded import NotingCapture, recording  # noqa: F401 - a fixture
 from tiny_models import noisy_copy, ragged_batch, tiny_model
 from transformers import PreTrainedModel
-from typing_extensions import Self
 
 import hf_dsde
-from hf_dsde import graphs
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.graph_runner import GraphRunner
-from hf_dsde.recording_key import is_compiled, recording_key
+from hf_dsde.recording_key import recording_key
 from hf_dsde.runner import EagerRunner
 from hf_dsde.runners import RunnerWarning, create_runner
 from hf_dsde.workspaces import workspaces
@@ -208,83 +206,6 @@ def test_arithmetic_that_was_replaced_in_a_modeling_file_is_seen(monkeypatch: py
     assert torch.equal(generate(target, draft), plain(target))
 
 
-@pytest.mark.parametrize("setting", ["double", "deterministic", "eager attention"])
-def test_settings_that_choose_other_kernels_are_told_apart(setting: str) -> None:
-    model = tiny_model()
-    before = recording_key(model)
-    assert before == recording_key(model)
-    try:
-        if setting == "double":
-            torch.set_default_dtype(torch.float64)
-        elif setting == "deterministic":
-            torch.use_deterministic_algorithms(True)
-        else:
-            model.set_attn_implementation("eager")
-        assert recording_key(model) != before
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
-
-
-def test_weights_of_another_dtype_at_the_same_address_are_told_apart() -> None:
-    model = tiny_model().half()
-    before = recording_key(model)
-    for weight in model.parameters():
-        weight.data = weight.data.view(torch.bfloat16)
-    assert recording_key(model) != before
-
-
-class Halves(torch.Tensor):
-    """A weight in two tensors, as quantised ones are: it has no address of its own."""
-
-    @staticmethod
-    def __new__(cls, high: torch.Tensor, low: torch.Tensor) -> Self:
-        return torch.Tensor._make_wrapper_subclass(cls, high.shape, dtype=high.dtype, device=high.device)
-
-    def __init__(self, high: torch.Tensor, low: torch.Tensor) -> None:
-        self.high, self.low = high, low
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["high", "low"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Halves:
-        return cls(inner["high"], inner["low"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Halves(args[0].high, args[0].low)
-        whole = [arg.high + arg.low if isinstance(arg, Halves) else arg for arg in args]
-        return func(*whole, **(kwargs or {}))
-
-
-def test_weights_in_tensors_that_only_wrap_others_are_told_apart() -> None:
-    model = tiny_model()
-    linear = last_mlp(model).down_proj
-    weight = linear.weight.detach().clone()
-    keys = []
-    for scale in (0.5, 0.5, -3.0):
-        held = Halves(scale * weight, 0.5 * weight)
-        linear.weight = torch.nn.Parameter(held, requires_grad=False)
-        keys += [recording_key(model), recording_key(model)]
-    assert None not in keys
-    assert keys[0] == keys[1]
-    assert keys[2] == keys[3]
-    assert keys[2] != keys[4]
-
-
-class Opaque(torch.nn.Parameter):
-    """A weight that is more than its numbers."""
-
-
-def test_weights_of_unknown_kinds_are_not_kept() -> None:
-    model = tiny_model()
-    linear = last_mlp(model).down_proj
-    linear.weight = Opaque(linear.weight.detach(), requires_grad=False)
-    assert recording_key(model) is None
-
-
 class FakeLora(torch.nn.Module):
     """As an adapter's layer is: which of them are added, and how much, say its attributes."""
 
@@ -323,26 +244,6 @@ def test_recordings_that_are_not_kept_leave_their_memory_to_the_next(recording: 
     [workspace] = workspaces._idle[target]
     assert len(workspace.passes) == 0
     assert not workspace.cache.is_allocated
-
-
-COMPILED: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "in place": lambda model: model.compile(backend="eager"),
-    "a part": lambda model: setattr(
-        model.model.layers[0], "mlp", torch.compile(model.model.layers[0].mlp, backend="eager")
-    ),
-    "forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
-}
-
-
-@pytest.mark.parametrize("how", COMPILED.values(), ids=COMPILED)
-def test_what_the_user_has_compiled_is_found_and_told_apart(how: Callable[[PreTrainedModel], Any]) -> None:
-    model = tiny_model()
-    before = recording_key(model)
-    assert not is_compiled(model)
-    how(model)
-    assert is_compiled(model)
-    assert recording_key(model) == recording_key(model) != before
-    assert recording_key(model) is not None
 
 
 def test_no_function_or_model_is_kept_alive_by_a_key() -> None:
@@ -476,40 +377,3 @@ class TestReasonsThatPass:
         [workspace] = workspaces._idle[target]
         assert workspace.key is not None
         assert workspace.key[1]
-
-
-WAITING: dict[str, Callable[[torch.Tensor], Any]] = {
-    "item": lambda x: x.sum().item(),
-    "branch": lambda x: bool((x > 0).any()),
-    "mask": lambda x: x[x > 0],
-    "nonzero": lambda x: x.nonzero(),
-    "unique": lambda x: x.unique(),
-    "repeats": lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.int64)),
-    "counts": lambda x: torch.bincount(x.abs().long()),
-}
-
-
-class TestNoWaiting:
-    @pytest.mark.parametrize("body", WAITING.values(), ids=WAITING)
-    def test_operations_that_wait_raise(self, body: Callable[[torch.Tensor], Any]) -> None:
-        x = torch.randn(4)
-        body(x)
-        with graphs.NoWaiting(), pytest.raises(RuntimeError, match="waits for the device"):
-            body(x)
-
-    def test_others_do_not(self) -> None:
-        x = torch.randn(4)
-        with graphs.NoWaiting():
-            x[x > 0] = 1.0
-            torch.where(x > 0, x, 0.0)
-            x[torch.tensor([0, 2])].repeat_interleave(torch.ones(2, dtype=torch.int64), output_size=2)
-
-    def test_only_this_thread_is_held_to_it(self) -> None:
-        import threading
-
-        seen: list[float] = []
-        with graphs.NoWaiting():
-            thread = threading.Thread(target=lambda: seen.append(torch.ones(1).item()))
-            thread.start()
-            thread.join()
-        assert seen == [1.0]
