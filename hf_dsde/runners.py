@@ -20,6 +20,7 @@ from hf_dsde.graph_runner import GraphRunner
 from hf_dsde.graphs import Capture, CudaCapture
 from hf_dsde.runner import EagerRunner, ModelRunner
 from hf_dsde.workspaces import workspace_key, workspaces
+from hf_dsde.wrappers import innermost
 
 COMPILED_SHAPES = 64
 """Shapes of a model's pass that torch.compile may keep; its own limit is lower than the number of shapes in a text."""
@@ -101,11 +102,18 @@ def create_runner(
     )
 
 
-def release_memory(model: PreTrainedModel) -> None:
+def release_memory(model: torch.nn.Module) -> None:
     """Free the cache and the recorded passes that calls with `model`, as target or draft, keep for the next one.
 
     Where recording has failed, the next call tries again.
+
+    Args:
+        model: A model of transformers, or a wrapper around one, such as PEFT's or what torch.compile returns.
+
+    Raises:
+        TypeError: If there is no model of transformers in it.
     """
+    model = innermost("model", model)
     workspaces.release(model)
     with _lock:
         _unrecordable.pop(model, None)

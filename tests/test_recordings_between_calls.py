@@ -290,6 +290,13 @@ class TestMemory:
         assert not workspaces._idle.get(target)
 
 
+    def test_a_wrapper_names_the_model_inside(self) -> None:
+        target = tiny_model()
+        generate(target, noisy_copy(target, 0.05))
+        hf_dsde.release_memory(torch.compile(target))
+        assert not workspaces._idle.get(target)
+
+
 class TestReasonsThatPass:
     """A model is recorded again as soon as it can be."""
 
