@@ -289,7 +289,6 @@ class TestMemory:
         generate(target, draft)
         assert not workspaces._idle.get(target)
 
-
     def test_a_wrapper_names_the_model_inside(self) -> None:
         target = tiny_model()
         generate(target, noisy_copy(target, 0.05))
