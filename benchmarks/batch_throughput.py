@@ -1,6 +1,7 @@
 """Tokens per second over a data set: rows refilled at once, one batch after the other, and through `Dataset.map`.
 
-Answers have different lengths: each prompt may emit a number of tokens drawn once, and does. Methods take turns.
+Answers have different lengths: each prompt may emit a number of tokens drawn once, and does. Methods take turns. For
+the rounds of the last refilled run, it is also shown how many rows were left and how many tokens they drafted.
 
 python benchmarks/batch_throughput.py --pair 8B/deep-1B-strong --prompts prompts.jsonl --output throughput.json
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, Any
 
 import datasets
@@ -22,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dsde import BatchGenerator
+from hf_dsde.batch.job_statistics import RowCounter
 from hf_dsde.bench.methods import Request, parse_policy
 from hf_dsde.bench.pairs import load_named_pair
 from hf_dsde.bench.provenance import collect
@@ -44,6 +47,25 @@ def make_generator(pair: Pair, policy: str, batch_size: int, *, refill: bool) ->
         refill=refill,
         **arguments,
     )
+
+
+@contextmanager
+def noted_rounds() -> Iterator[list[dict[str, float]]]:
+    """Collect of each round how many rows were active, how many were in the pass, and what the active ones drafted."""
+    rounds: list[dict[str, float]] = []
+    original = RowCounter.record_round
+
+    def record(self: RowCounter, **counts: Any) -> None:
+        active = sum(counts["active"])
+        drafted = sum(counts["drafted"]) / max(active, 1)
+        rounds.append({"active": active, "pass_rows": counts["pass_rows"], "drafted_by_row": drafted})
+        original(self, **counts)
+
+    RowCounter.record_round = record  # type: ignore[method-assign]
+    try:
+        yield rounds
+    finally:
+        RowCounter.record_round = original  # type: ignore[method-assign]
 
 
 def timed(generate: Callable[[], Any], tokens: int) -> float:
@@ -92,9 +114,13 @@ def main(
     for name, method in methods.items():
         console.print(f"{name}: {timed(method, sum(limits)):.0f} tokens/s while warming up", style="dim")
     details = {}
+    lengths: list[dict[str, float]] = []
     for _ in range(repeats):
         for name, method in methods.items():
-            speeds[name].append(timed(method, sum(limits)))
+            with noted_rounds() as rounds:
+                speeds[name].append(timed(method, sum(limits)))
+            if name == "refill":
+                lengths = rounds
             if name != "map":
                 statistics = (refilled if name == "refill" else fixed).statistics
                 details[name] = {**vars(statistics), "idle_share": statistics.idle_share}
@@ -106,9 +132,17 @@ def main(
     for name, found in speeds.items():
         table.add_row(name, *(f"{f(found):.0f}" for f in (median, min, max)), f"{ratios[name]:.3f}")
     console.print(table)
+    parts = Table("rounds", "active rows", "tokens drafted per row", title="over the job, refilled")
+    step = -(-len(lengths) // 12)
+    for start in range(0, len(lengths), step):
+        part = lengths[start : start + step]
+        cells = (f"{mean(entry[key] for entry in part):.2f}" for key in ("active", "drafted_by_row"))
+        parts.add_row(f"{start} to {start + len(part) - 1}", *cells)
+    console.print(parts)
     settings = {"pair": pair, "policy": policy, "count": count, "batch_size": batch_size, "limits": limits}
     provenance = collect(device, torch.bfloat16)
     content = {"provenance": provenance, "settings": settings, "speeds": speeds, "ratios": ratios, "details": details}
+    content["rounds"] = lengths
     output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

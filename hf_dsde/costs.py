@@ -218,6 +218,9 @@ class LiveCosts:
         self._rows = self._first_rows = rows
         self._refresh = refresh
         self._costs = self._announced = self._first_costs = model.at(rows)
+        self._timed_widths = set(self._costs.verify.counts)
+        self._by_tokens: dict[int, float] = {}  # seconds of passes of a number of tokens, in more rows than now
+        self._drafted = rows, self._costs.draft_step  # rows and seconds of the last draft step that was timed
         self.version = 0
 
     @property
@@ -237,11 +240,21 @@ class LiveCosts:
         return CostModel({self._first_rows: costs})
 
     def set_rows(self, rows: int) -> None:
-        """Take note that passes have another number of rows from now on; what was learnt carries over, as ratios."""
+        """Take note that passes have another number of rows from now on; what was learnt carries over, as ratios.
+
+        Of batches smaller than any that was measured, nothing is known but passes of as few tokens.
+        """
         if rows == self._rows:
             return
         if self._rows == self._first_rows:
             self._first_costs = self._costs
+        self._by_tokens |= {self._rows * width: self._costs.verify.at(width) for width in self._timed_widths}
+        self._timed_widths.clear()
+        if self._refresh and rows < min(self._model.batches):
+            self._costs = self._with_fewer_rows(rows)
+            self._rows = rows
+            self._announce()
+            return
         before, after = self._model.at(self._rows), self._model.at(rows)
         learnt = self._costs
         widths = tuple(sorted({*after.verify.counts, *learnt.verify.counts}))
@@ -250,6 +263,15 @@ class LiveCosts:
         self._costs = replace(learnt, draft_step=draft_step, verify=CostCurve(widths, seconds))
         self._rows = rows
         self._announce()
+
+    def _with_fewer_rows(self, rows: int) -> BatchCosts:
+        """The costs if a pass took what one of as many tokens has taken, in whatever rows; a draft step likewise."""
+        counts = tuple(sorted(self._by_tokens))
+        passes = CostCurve(counts, tuple(self._by_tokens[count] for count in counts))
+        widths = self._costs.verify.counts
+        verify = CostCurve(widths, tuple(passes.at(rows * width) for width in widths))
+        drafted_rows, draft_step = self._drafted
+        return replace(self._costs, draft_step=draft_step * passes.at(rows) / passes.at(drafted_rows), verify=verify)
 
     def observe(
         self, *, draft_steps: int, width: int, draft: float, verify: float, overhead: float, resumed: bool = False
@@ -273,9 +295,11 @@ class LiveCosts:
             if ratio < 1 or not resumed:
                 rate = FAR_CHEAPER_RATE if ratio < FAR_CHEAPER else OBSERVED_RATE
                 draft_step *= 1 + rate * (ratio - 1)
+            self._drafted = self._rows, draft_step
         if draft_steps and resumed:
             besides = min(max(draft - draft_steps * draft_step, 0.0), MOST_BESIDES * known.verify.at(1))
             resumption += (RESUMED_RATE if resumption else 1.0) * (besides - resumption)
+        self._timed_widths.add(width)
         expected = known.verify.at(width)
         ratio = _bounded_ratio(verify, expected)
         curve = known.verify.scaled(1 + SHARED_RATE * (ratio - 1))

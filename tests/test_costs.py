@@ -305,3 +305,21 @@ def test_measuring_leaves_the_text_as_it_is() -> None:
         **inputs, assistant_model=draft, speculation_policy=Costly(), max_new_tokens=20, do_sample=False
     )
     assert torch.equal(text, plain)
+
+
+def test_a_batch_that_shrinks_finds_out_that_wider_passes_have_become_cheap() -> None:
+    """Measured at 256 rows only, where a second column doubles a pass; at 16 rows it costs next to nothing."""
+
+    def seconds(tokens: int) -> float:
+        return max(5.0, 0.035 * tokens) + 0.001 * tokens
+
+    curve = CostCurve((1, 2, 3), tuple(seconds(256 * width) for width in (1, 2, 3)))
+    live = LiveCosts(CostModel({256: BatchCosts(2.5, curve)}), 256)
+    for rows in (256, 128, 64, 32, 16):
+        live.set_rows(rows)
+        for _ in range(40):
+            live.observe(draft_steps=0, width=1, draft=0.0, verify=seconds(rows), overhead=0.0)
+    for width in (1, 2, 3):
+        assert live.current.verify.at(width) == pytest.approx(seconds(16 * width), rel=0.15)
+    assert live.current.draft_step == pytest.approx(2.5 * seconds(16) / seconds(256), rel=0.1)
+    assert live.learnt.batches[256].verify.at(2) == pytest.approx(seconds(512), rel=0.05)
