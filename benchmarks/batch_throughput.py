@@ -87,6 +87,7 @@ def main(
     shortest: Annotated[int, typer.Option(help="New tokens of the shortest answer.")] = 1,
     longest: Annotated[int, typer.Option(help="New tokens of the longest answer.")] = 256,
     repeats: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
+    warmups: Annotated[int, typer.Option(help="Runs of each method before; they record passes.")] = 1,
     device: Annotated[str, typer.Option(help="Where both models run.")] = "cuda",
     seed: Annotated[int, typer.Option(help="Of the answers' lengths.")] = 0,
 ) -> None:
@@ -111,7 +112,7 @@ def main(
     methods = {"refill": lambda: stream(refilled), "fixed batches": lambda: stream(fixed), "map": mapped}
     speeds: dict[str, list[float]] = {name: [] for name in methods}
     datasets.disable_progress_bars()
-    for name, method in methods.items():
+    for name, method in list(methods.items()) * warmups:
         console.print(f"{name}: {timed(method, sum(limits)):.0f} tokens/s while warming up", style="dim")
     details = {}
     lengths: list[dict[str, float]] = []

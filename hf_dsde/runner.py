@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -269,24 +270,33 @@ class ModelRunner(ABC):
 
     def _store(self, spans: Sequence[Span], tokens: Tensor) -> None:
         """Store tokens by passes over rows of about the same length, padded to the longest."""
-        counts = torch.tensor([span.count for span in spans])
-        offsets = counts.cumsum(0) - counts
-        for group in similar_counts(counts.tolist(), SPLIT_SAVING):
-            places = [self.live_rows.index(spans[index].row) for index in group]
-            # All rows in their order are the cache as it is; others have to be copied out of it in every layer.
-            chosen = None if places == list(range(len(self.live_rows))) else upload(places, self.device)
-            widest = max(spans[index].count for index in group)
-            step = max(1, min(PADDED_COLUMNS, self._config.prefill_chunk // len(group)))
-            for first in range(0, widest, step):
-                column = torch.arange(first, min(first + step, widest))
-                real = column < counts[group, None]
-                starts = torch.tensor([spans[index].start for index in group])[:, None]
-                positions = (starts + column).masked_fill(~real, -1)
-                index = (offsets[group, None] + column).masked_fill(~real, 0)
-                block, slots = upload(torch.stack([index, positions]), self.device)
-                buffers = BlockBuffers(len(group), self.padded_width(len(column)), self.device)
-                self._fill(buffers, tokens[block], slots, int(positions.max()) + 1, chosen)
-                self._execute(buffers, 0)
+        counts = [span.count for span in spans]
+        entries = list(zip(spans, accumulate(counts, initial=0), strict=False))
+        if self._config.drop_finished_rows:
+            groups = [[entries[index] for index in group] for group in similar_counts(counts, SPLIT_SAVING)]
+        else:  # what is hooked into a pass may hold a value for each row of the batch
+            present = {span.row for span in spans}
+            absent = [(Span(row, 0, 0), 0) for row in self.live_rows if row not in present]
+            groups = [sorted([*entries, *absent], key=lambda entry: entry[0].row)]
+        for group in groups:
+            self._store_group(group, tokens)
+
+    def _store_group(self, group: Sequence[tuple[Span, int]], tokens: Tensor) -> None:
+        """Store spans, each with the index of its first token, by passes over their rows."""
+        places = [self.live_rows.index(span.row) for span, _ in group]
+        # All rows in their order are the cache as it is; others have to be copied out of it in every layer.
+        chosen = None if places == list(range(len(self.live_rows))) else upload(places, self.device)
+        counts, starts, offsets = torch.tensor([(span.count, span.start, first) for span, first in group]).T[..., None]
+        step = max(1, min(PADDED_COLUMNS, self._config.prefill_chunk // len(group)))
+        widest = int(counts.max())
+        for first in range(0, widest, step):
+            column = torch.arange(first, min(first + step, widest))
+            real = column < counts
+            positions = (starts + column).masked_fill(~real, -1)
+            block, slots = upload(torch.stack([(offsets + column).masked_fill(~real, 0), positions]), self.device)
+            buffers = BlockBuffers(len(group), self.padded_width(len(column)), self.device)
+            self._fill(buffers, tokens[block], slots, int(positions.max()) + 1, chosen)
+            self._execute(buffers, 0)
 
     def finish(self) -> None:  # noqa: B027 - only some runners keep something
         """Give back what later calls can use: this one is done."""

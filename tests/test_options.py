@@ -117,7 +117,7 @@ def test_drop_finished_rows_shows() -> None:
         first_of_row = plain_text()[1][BATCH["input_ids"].shape[1]]
         config = SpeculationConfig(policy="static", drop_finished_rows=drops)
         statistics_of(target, assistant_model=draft(), speculation_config=config, eos_token_id=first_of_row)
-        assert watch.rows[0] == 3
+        assert max(watch.rows) == 3
         assert (watch.rows[-1] < 3) is drops
 
 

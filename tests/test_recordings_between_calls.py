@@ -133,6 +133,7 @@ def test_weights_that_autocast_has_cast_are_not_what_a_recording_reads() -> None
 
 def test_a_model_that_accelerate_has_prepared_in_between() -> None:
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of other tests of this process
     target = tiny_model().float()
     draft = noisy_copy(target, 0.05)
     bare = generate(target, draft)

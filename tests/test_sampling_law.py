@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 RIGHT, WRONG = 1e-4, 1e-6
 """A right decoder's p-value lies above the first, a wrong one's below the second. Seeds are fixed, so that a test
 always passes or always fails."""
-ROWS = 2048
+ROWS = 4096
 PAD = 0
 PROMPTS = torch.tensor([[PAD, 3, 1], [1, 1, 3]])
 """Of lengths 2 and 3: rows of one batch follow different laws."""
