@@ -188,6 +188,14 @@ def test_a_draft_that_has_missed_much_knows_all_of_it_when_it_drafts(
     assert bool(gaps) == (tokens == 0), "five rows are fed 32 tokens each at once"
 
 
+def test_rows_that_draft_for_the_first_time_know_their_text_beside_rows_that_drafted_before(begun: list[int]) -> None:
+    """The pass that was begun for the others did not see it."""
+    policy = ScriptedLengths([[1, 1, 0, 0, 0], [2] * ROWS])
+    statistics = generate(tiny_model(), policy, new_tokens=20, eos_token_id=None).speculation_statistics
+    assert statistics.drafted_by_position[0] > ROWS
+    assert statistics.accepted_by_position == statistics.drafted_by_position
+
+
 def stores(monkeypatch: pytest.MonkeyPatch) -> list[list[Span]]:
     """What each call stores without asking for logits."""
     stored: list[list[Span]] = []

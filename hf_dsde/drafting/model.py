@@ -137,7 +137,10 @@ class ModelDrafter(Drafter):
 
     def prefill(self, sequences: SequenceBatch, rows: Sequence[int]) -> bool:
         """Store what rows hold that have drafted nothing yet, but for their last tokens."""
-        return self._store_missing(sequences, [row for row in rows if not self._cached[row]])
+        stored = self._store_missing(sequences, [row for row in rows if not self._cached[row]])
+        if stored:
+            self._prepared = None  # that pass did not see what is stored now
+        return stored
 
     def begin_texts(self, rows: Sequence[int]) -> None:
         """Forget what the cache holds of these rows, and the pass that was begun for their old texts."""
