@@ -120,7 +120,7 @@ class NotedReplay:
 
     def __call__(self) -> None:
         made: dict[int, Tensor] = {}
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # what was noted has its casts in it
             for call in self._calls:
                 call(made)
             self.output.copy_(_find(self._result, made))

@@ -146,8 +146,8 @@ def test_what_pays_is_few_tokens_of_half_precision_with_weights_that_are_not_lar
     assert pays(8, 3, 2560, 1536, torch.bfloat16)
     assert pays(16, 2, 2 * 6144, 1536, torch.float16)
     assert not pays(17, 2, 2 * 6144, 1536, torch.float16)
-    assert pays(32, 3, 6144, 4096, torch.bfloat16)
-    assert not pays(33, 3, 6144, 4096, torch.bfloat16)
+    assert pays(16, 3, 6144, 4096, torch.bfloat16)
+    assert not pays(17, 3, 6144, 4096, torch.bfloat16)
     assert pays(64, 3, 2560, 1536, torch.bfloat16)
     assert not pays(65, 3, 2560, 1536, torch.bfloat16)
     assert max(tokens for bounds in PAYING.values() for tokens, _ in bounds) <= MOST_TOKENS
