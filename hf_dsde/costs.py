@@ -266,12 +266,21 @@ class LiveCosts:
 
     def _with_fewer_rows(self, rows: int) -> BatchCosts:
         """The costs if a pass took what one of as many tokens has taken, in whatever rows; a draft step likewise."""
-        counts = tuple(sorted(self._by_tokens))
-        passes = CostCurve(counts, tuple(self._by_tokens[count] for count in counts))
         widths = self._costs.verify.counts
-        verify = CostCurve(widths, tuple(passes.at(rows * width) for width in widths))
+        verify = CostCurve(widths, tuple(self._pass_seconds(rows * width) for width in widths))
         drafted_rows, draft_step = self._drafted
-        return replace(self._costs, draft_step=draft_step * passes.at(rows) / passes.at(drafted_rows), verify=verify)
+        draft_step *= self._pass_seconds(rows) / self._pass_seconds(drafted_rows)
+        return replace(self._costs, draft_step=draft_step, verify=verify)
+
+    def _pass_seconds(self, tokens: int) -> float:
+        """Seconds of a pass of so many tokens, by those that were seen; of fewer, by the slope of the smallest two."""
+        counts = tuple(sorted(self._by_tokens))
+        curve = CostCurve(counts, tuple(self._by_tokens[count] for count in counts))
+        if tokens >= counts[0] or len(counts) == 1:
+            return curve.at(tokens)
+        slope = (curve.seconds[1] - curve.seconds[0]) / (counts[1] - counts[0])
+        # Held too dear, a plain step would never be run again to show what it takes.
+        return max(curve.seconds[0] - slope * (counts[0] - tokens), curve.seconds[0] / 2)
 
     def observe(
         self, *, draft_steps: int, width: int, draft: float, verify: float, overhead: float, resumed: bool = False

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_goodput import ReferenceGoodput
 
-from hf_dsde.costs import CostModel, LiveCosts
-from hf_dsde.policies import BatchInfo, GoodputPolicy, RoundOutcome
+from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
+from hf_dsde.graph_runner import next_row_count
+from hf_dsde.policies import BatchInfo, GoodputPolicy, RoundOutcome, StaticPolicy, StoppingPolicy
 from hf_dsde.policies.goodput import expected_tokens
 
 CHEAP = [1.0, 1.03, 1.06, 1.09, 1.12, 1.15, 1.18, 1.21, 1.24, 1.27]
@@ -213,3 +214,50 @@ def test_a_call_that_begins_with_costs_of_a_busy_machine_drafts_at_once(rows: in
 def test_needs_costs() -> None:
     with pytest.raises(ValueError, match=r"batch\.costs"):
         GoodputPolicy().start(BatchInfo(2, torch.device("cpu"), 50, 8, 100))
+
+
+def pass_milliseconds(tokens: float) -> float:
+    """A target's pass by its tokens: flat while it is bound by reading weights, and then with a slope."""
+    return 5.0 + 0.025 * max(tokens - 16, 0.0)
+
+
+def job(policy: StoppingPolicy, limits: list[int], seed: int) -> tuple[float, list[tuple[int, float]]]:
+    """Milliseconds of a batch whose rows end one after another, and (active rows, mean length) of each round.
+
+    Costs are known of the whole batch only. Three of four draft tokens are accepted.
+    """
+    rows, generator = len(limits), torch.Generator().manual_seed(seed)
+    widths = (1, 2, 3, 5, 9, 13)
+    verify = CostCurve(widths, tuple(pass_milliseconds(rows * width) for width in widths))
+    costs = LiveCosts(CostModel({rows: BatchCosts(0.3 * pass_milliseconds(rows), verify)}), rows)
+    policy.start(BatchInfo(rows, torch.device("cpu"), 50, 8, max(limits), costs))
+    left, total, seen, plain_rounds = torch.tensor(limits), 0.0, [], 0
+    while bool((left > 0).any()):
+        active = left > 0
+        places = next_row_count(int(active.sum()))
+        if places <= 0.75 * costs.rows:
+            costs.set_rows(places)
+        lengths = torch.where(active, torch.minimum(policy.draft_lengths(), left - 1), 0)
+        steps = int(lengths.max())
+        draft, taken = 0.3 * pass_milliseconds(costs.rows) * steps, pass_milliseconds(costs.rows * (steps + 1))
+        run = (torch.rand(rows, 8, generator=generator) < 0.75).long().cumprod(1).sum(1)
+        accepted = torch.minimum(run, lengths)
+        left = left - torch.where(active, accepted + 1, 0)
+        resumed, plain_rounds = steps > 0 and plain_rounds > 1, 0 if steps else plain_rounds + 1
+        costs.observe(draft_steps=steps, width=steps + 1, draft=draft, verify=taken, overhead=0.0, resumed=resumed)
+        policy.observe(RoundOutcome(lengths, accepted, active))
+        total += draft + taken
+        seen.append((int(active.sum()), float(lengths.sum() / active.sum())))
+    return total, seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_take_over_by_themselves_when_a_large_batch_runs_out_of_rows(seed: int) -> None:
+    limits = torch.randint(1, 257, (256,), generator=torch.Generator().manual_seed(seed)).tolist()
+    plain, _ = job(StaticPolicy(0), limits, seed)
+    total, seen = job(GoodputPolicy(), limits, seed)
+    early = [length for active, length in seen if active > 160]
+    late = [length for active, length in seen if active <= 32]
+    assert sum(early) / len(early) < 0.1, "probes at most"
+    assert sum(late) / len(late) > 0.9
+    assert total < plain
