@@ -278,7 +278,7 @@ class LiveCosts:
         curve = CostCurve(counts, tuple(self._by_tokens[count] for count in counts))
         if tokens >= counts[0] or len(counts) == 1:
             return curve.at(tokens)
-        slope = (curve.seconds[1] - curve.seconds[0]) / (counts[1] - counts[0])
+        slope = max(curve.seconds[1] - curve.seconds[0], 0.0) / (counts[1] - counts[0])
         # Held too dear, a plain step would never be run again to show what it takes.
         return max(curve.seconds[0] - slope * (counts[0] - tokens), curve.seconds[0] / 2)
 
