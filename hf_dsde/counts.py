@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from hf_dsde.policies.base import PhaseTimes
@@ -239,15 +240,31 @@ def settle(entry: RecordedRound, row: int, left: list[int]) -> RowCounts:
     return RowCounts(1, inside, drafted - inside, min(accepted, emitted), emitted)
 
 
-def sum_rows(counts: Sequence[RowCounts]) -> RowCounts:
-    """Add up counts of one row over rounds, or of one round over rows."""
-    return RowCounts(
-        rounds=sum(c.rounds for c in counts),
-        drafted=sum(c.drafted for c in counts),
-        past_end=sum(c.past_end for c in counts),
-        accepted=sum(c.accepted for c in counts),
-        emitted=sum(c.emitted for c in counts),
+def settle_all(rounds: Sequence[RecordedRound], output_lengths: Sequence[int]) -> NDArray[np.int64]:
+    """What `settle` says of every round and row, `[rounds, rows, fields of RowCounts]`, all rounds at once.
+
+    Raises:
+        RuntimeError: If a row's output is longer than what its rounds emitted.
+    """
+    shape = len(rounds), len(output_lengths)
+    drafted, accepted, emitted, active = (
+        np.array([getattr(entry, name) for entry in rounds], dtype=np.int64).reshape(shape)
+        for name in ("drafted", "accepted", "emitted", "active")
     )
+    lengths = np.array(output_lengths, dtype=np.int64)
+    ends = np.minimum(emitted.cumsum(axis=0), lengths)
+    begins = np.vstack([np.zeros_like(lengths)[None], ends])[:-1]
+    missing = lengths - (ends[-1] if rounds else 0)
+    if missing.any():
+        raise RuntimeError(
+            f"Internal error: rows are {missing.tolist()} tokens longer than what was recorded as emitted; every token "
+            f"of `output_lengths` {list(output_lengths)} has to come from a recorded round."
+        )
+    counted = (active > 0) & (begins < lengths)
+    gained = ends - begins
+    inside = np.where((ends == lengths) & (gained <= accepted), np.minimum(drafted, gained), drafted)
+    counts = np.stack([counted, inside, drafted - inside, np.minimum(accepted, gained), gained], axis=-1)
+    return counts * counted[..., None]
 
 
 def count_round(entry: RecordedRound, total: RowCounts, rows: int) -> RoundCounts:

@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from hf_dsde.block_buffers import BlockBuffers
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.block import TokenBlock
 from hf_dsde.fused.decoder import FusedDecoder
 from hf_dsde.graphs import Body, Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
 from hf_dsde.packing import PackedTokens
 from hf_dsde.recording_key import Key, is_compiled
-from hf_dsde.runner import BlockBuffers, EagerRunner, next_bucket, next_multiple
+from hf_dsde.runner import EagerRunner, next_bucket, next_multiple
 from hf_dsde.spans import Span, flat_places, portions, total_count
 from hf_dsde.transfers import upload
 from hf_dsde.workspaces import RecordedPass, Workspace, workspaces

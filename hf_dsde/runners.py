@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from hf_dsde import compat
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.fused.decoder import FusedDecoder, why_not_fused
+from hf_dsde.fused.decoder import FusedDecoder
 from hf_dsde.fused.dispatch import ops_for
+from hf_dsde.fused.families import why_not_fused
 from hf_dsde.graph_runner import GraphRunner
 from hf_dsde.graphs import Capture, CudaCapture
 from hf_dsde.runner import EagerRunner, ModelRunner

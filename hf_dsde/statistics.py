@@ -17,9 +17,6 @@ from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hf_dsde.counts import (
     RecordedRound,
     RoundCounts,
@@ -29,6 +26,7 @@ from hf_dsde.counts import (
     check_round,
     count_round,
     ratio,
+    settle_all,
 )
 from hf_dsde.graphs import RecordingCosts
 
@@ -319,7 +317,7 @@ class StatisticsRecorder:
         if len(output_lengths) != self.rows:
             raise ValueError(f"`output_lengths` has {len(output_lengths)} entries; need one per row, {self.rows}.")
         recording = recording or RecordingCosts()
-        settled = _settled(self._rounds, output_lengths)
+        settled = settle_all(self._rounds, output_lengths)
         return SpeculationStatistics(
             policy=self.policy,
             rows=tuple(RowCounts(*counts) for counts in settled.sum(axis=0).tolist()),
@@ -335,33 +333,6 @@ class StatisticsRecorder:
             recording_seconds=recording.seconds,
             recording_bytes=recording.bytes,
         )
-
-
-def _settled(rounds: Sequence[RecordedRound], output_lengths: Sequence[int]) -> NDArray[np.int64]:
-    """What `settle` says of every round and row, `[rounds, rows, fields of RowCounts]`, all rounds at once.
-
-    Raises:
-        RuntimeError: If a row's output is longer than what its rounds emitted.
-    """
-    shape = len(rounds), len(output_lengths)
-    drafted, accepted, emitted, active = (
-        np.array([getattr(entry, name) for entry in rounds], dtype=np.int64).reshape(shape)
-        for name in ("drafted", "accepted", "emitted", "active")
-    )
-    lengths = np.array(output_lengths, dtype=np.int64)
-    ends = np.minimum(emitted.cumsum(axis=0), lengths)
-    begins = np.vstack([np.zeros_like(lengths)[None], ends])[:-1]
-    missing = lengths - (ends[-1] if rounds else 0)
-    if missing.any():
-        raise RuntimeError(
-            f"Internal error: rows are {missing.tolist()} tokens longer than what was recorded as emitted; every token "
-            f"of `output_lengths` {list(output_lengths)} has to come from a recorded round."
-        )
-    counted = (active > 0) & (begins < lengths)
-    gained = ends - begins
-    inside = np.where((ends == lengths) & (gained <= accepted), np.minimum(drafted, gained), drafted)
-    counts = np.stack([counted, inside, drafted - inside, np.minimum(accepted, gained), gained], axis=-1)
-    return counts * counted[..., None]
 
 
 _DRAFTED, _ACCEPTED = (list(RowCounts.__dataclass_fields__).index(name) for name in ("drafted", "accepted"))

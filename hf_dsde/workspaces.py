@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_dsde.block_buffers import BlockBuffers
 from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused.block import TokenBlock
 from hf_dsde.graphs import Capture, CapturedPasses, RecordingCosts, Replay
 from hf_dsde.recording_key import Key, recording_key
-from hf_dsde.runner import BlockBuffers
 from hf_dsde.torch_modes import lasting
 
 KEPT_WORKSPACES = 2

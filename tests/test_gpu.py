@@ -21,7 +21,7 @@ import hf_dsde
 from hf_dsde import generation
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.divergence import Verdict, compare_outputs
-from hf_dsde.fused.decoder import why_not_fused
+from hf_dsde.fused.families import why_not_fused
 from hf_dsde.graph_runner import GraphRunner
 from hf_dsde.graphs import CudaCapture
 from hf_dsde.memory import cache_bytes

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import hf_dsde
 from hf_dsde import generation, runners
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.fused.decoder import why_not_fused
+from hf_dsde.fused.families import why_not_fused
 from hf_dsde.graph_runner import CAPACITY_STEP, MIN_REACH, GraphRunner
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.runner import EagerRunner

@@ -14,8 +14,9 @@ from tiny_models import FAMILIES, VOCABULARY, ragged_batch, tiny_model
 from transformers import PreTrainedModel
 
 from hf_dsde import attention
+from hf_dsde.block_buffers import BlockBuffers
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.runner import WIDTH_BUCKETS, BlockBuffers, EagerRunner, attention_kinds, next_bucket, single_device
+from hf_dsde.runner import WIDTH_BUCKETS, EagerRunner, attention_kinds, next_bucket, single_device
 from hf_dsde.runners import create_runner
 from hf_dsde.sequences import SequenceBatch
 

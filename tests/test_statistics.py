@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_dsde import counts
-from hf_dsde import statistics as statistics_module
 from hf_dsde.statistics import SpeculationStatistics, SpeculationWarning, StatisticsRecorder
 
 
@@ -419,7 +418,7 @@ Settle = Callable[[counts.RecordedRound, int, list[int]], counts.RowCounts]
 
 
 def settled_by(settle: Settle, rounds: list[counts.RecordedRound], output_lengths: Sequence[int]) -> Any:
-    """What `statistics._settled` returns, round by round and row by row."""
+    """What `counts.settle_all` returns, round by round and row by row."""
     left = list(output_lengths)
     return np.array([[astuple(settle(entry, row, left)) for row in range(len(left))] for entry in rounds])
 
@@ -438,7 +437,7 @@ def test_all_rounds_at_once_are_settled_as_one_after_another(data: st.DataObject
         rounds.append(counts.RecordedRound(*map(tuple, fields), 0, 9, rows, Times()))
     totals = [sum(entry.emitted[row] for entry in rounds) for row in range(rows)]
     lengths = [data.draw(st.integers(0, total)) for total in totals]
-    assert (statistics_module._settled(rounds, lengths) == settled_by(counts.settle, rounds, lengths)).all()
+    assert (counts.settle_all(rounds, lengths) == settled_by(counts.settle, rounds, lengths)).all()
 
 
 def settle_without_clipping(entry: counts.RecordedRound, row: int, left: list[int]) -> counts.RowCounts:
@@ -457,7 +456,7 @@ def settle_calling_the_unjudged_rejected(entry: counts.RecordedRound, row: int, 
 
 @pytest.mark.parametrize("mutant", [settle_without_clipping, settle_calling_the_unjudged_rejected])
 def test_mutants_of_clipping_are_noticed(monkeypatch: pytest.MonkeyPatch, mutant: Settle) -> None:
-    monkeypatch.setattr("hf_dsde.statistics._settled", partial(settled_by, mutant))
+    monkeypatch.setattr("hf_dsde.statistics.settle_all", partial(settled_by, mutant))
     with pytest.raises(AssertionError):
         test_counts_equal_a_walk_over_every_token()
     with pytest.raises(AssertionError):

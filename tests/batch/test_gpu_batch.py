@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from waits import noted_waits
 
 from hf_dsde import BatchGenerator, BatchSizeWarning, RunnerWarning, release_memory
-from hf_dsde.fused.decoder import why_not_fused
+from hf_dsde.fused.families import why_not_fused
 from hf_dsde.graph_runner import GraphRunner
 from hf_dsde.memory import cache_bytes
 

@@ -20,7 +20,8 @@ from transformers.models.llama import modeling_llama
 import hf_dsde
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.fused import dispatch, reference
-from hf_dsde.fused.decoder import FAMILIES, FusedDecoder, why_not_fused
+from hf_dsde.fused.decoder import FusedDecoder
+from hf_dsde.fused.families import FAMILIES, why_not_fused
 from hf_dsde.runner import EagerRunner, ModelRunner
 
 

@@ -1,0 +1,47 @@
+"""The static tensors that a model's own forward pass reads a block from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class BlockBuffers:
+    """Static inputs of one (width, view) bucket: tokens, positions and one mask per kind of attention.
+
+    `positions` keeps -1 where the block holds no token; `position_ids`, what the model gets, says 0 there, since a
+    model with learned positions has to look something up.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(rows, width, dtype=torch.long, device=device)
+        self.positions = torch.full((rows, width), -1, dtype=torch.long, device=device)
+        self.position_ids = torch.zeros(rows, width, dtype=torch.long, device=device)
+        self.masks: dict[str, Tensor] = {}
+        self._last_columns: dict[int, Tensor] = {}
+
+    def last_columns(self, count: int, device: torch.device | None) -> int | list[int] | Tensor:
+        """Return what `logits_to_keep` has to be for the last `count` columns, for a model on `device`.
+
+        A number would make the model slice its hidden states, and a slice is not contiguous: torch then multiplies it
+        with the head as a batch, for which it copies the head's weights once per row. An index makes a small copy.
+
+        Where layers are on several devices (None), accelerate moves every tensor that the model is given to the first
+        of them, whereas the index has to be where the last layer is, or on the CPU: a list of numbers stays as it is.
+        """
+        width = self.tokens.shape[1]
+        if count == width:
+            return 0
+        if device is None:
+            return list(range(width - count, width))
+        if count not in self._last_columns:
+            self._last_columns[count] = torch.arange(width - count, width, device=device)
+        return self._last_columns[count]
+
+    def fill(self, tokens: Tensor, positions: Tensor) -> None:
+        """Copy a block into the buffers, right-aligned: its last column is the bucket's last column."""
+        padding = self.tokens.shape[1] - tokens.shape[1]
+        self.tokens[:, padding:].copy_(tokens)
+        self.positions[:, :padding].fill_(-1)
+        self.positions[:, padding:].copy_(positions)
+        torch.clamp(self.positions, min=0, out=self.position_ids)
