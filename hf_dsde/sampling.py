@@ -25,6 +25,7 @@ from hf_dsde.processing.block_text import BlockText
 from hf_dsde.processing.functions import block_functions
 from hf_dsde.processing.state import StateWatch
 from hf_dsde.sequences import SequenceBatch
+from hf_dsde.verification import draw
 
 
 def processors_on(processors: LogitsProcessorList, device: torch.device) -> LogitsProcessorList:
@@ -242,4 +243,4 @@ def choose(scores: Tensor, do_sample: bool) -> tuple[Tensor, Tensor | None]:
     if not do_sample:
         return scores.argmax(dim=-1), None
     probs = scores.softmax(dim=-1)
-    return torch.multinomial(probs, num_samples=1)[:, 0], probs
+    return draw(probs), probs

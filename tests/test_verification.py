@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from hf_dsde.verification import greedy, leading_run, residual_distribution, speculative_sampling
+from hf_dsde.verification import draw, greedy, leading_run, residual_distribution, speculative_sampling
 
 DRAWS = 20_000
 P_VALUE = 1e-4
@@ -327,3 +327,31 @@ def test_stopping_after_a_token_because_of_it_keeps_the_law(longest: int) -> Non
 
 def test_dropping_a_token_because_of_it_changes_the_law(longest: int) -> None:
     assert distance_to_target(decoder_law(longest, after=unsure, drops=True)) == Fraction(182, 1875)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_token_is_drawn_as_torch_draws_it_from_the_same_seed(dtype: torch.dtype) -> None:
+    weights = torch.rand(50, 300, generator=torch.Generator().manual_seed(0), dtype=dtype).pow(8)
+    weights[:, ::3] = 0
+    for seed in range(5):
+        torch.manual_seed(seed)
+        expected = torch.multinomial(weights, num_samples=1)[:, 0]
+        torch.manual_seed(seed)
+        assert torch.equal(draw(weights), expected)
+
+
+def test_tokens_are_drawn_in_proportion_to_their_weights() -> None:
+    weights = torch.tensor([0.5, 0.0, 4.0, 2.0, 0.01], dtype=torch.float64)
+    torch.manual_seed(0)
+    counts = torch.bincount(draw(weights.expand(DRAWS, -1)), minlength=5)
+    assert counts[1] == 0
+    drawn = weights > 0
+    assert stats.chisquare(counts[drawn], (DRAWS * weights / weights.sum())[drawn]).pvalue > P_VALUE
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 0.0])
+def test_what_is_no_law_is_refused(bad: float) -> None:
+    weights = torch.rand(3, 5)
+    weights[1] = bad
+    with pytest.raises(RuntimeError, match="not numbers, or all are 0"):
+        draw(weights)
