@@ -129,3 +129,37 @@ class Admission:
                 return item
         self._ended = True
         return None
+
+
+class Refilling:
+    """Says when free rows begin the next texts: a pass has to store the prompts, and all other rows wait for it.
+
+    Such a pass takes about as long as a round, however few prompts it is for. Where n texts end in a round, it is best
+    made for `sqrt(2 * n * rows)` at a time: by then free rows have lost by waiting what the pass takes, and the sum of
+    both is least (Harris, "How many parts to make at once", 1913). They never lose more than that.
+
+    Args:
+        rows: Rows of the batch.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._rounds = 0
+        self._ended = 0
+        self._lost = 0.0  # rounds of the whole batch, since rows were refilled
+
+    def is_due(self, free: int, ended: int) -> bool:
+        """Take note of a round, and say whether rows are refilled after it.
+
+        Args:
+            free: Rows without a text.
+            ended: Rows whose text ended in this round.
+        """
+        self._rounds += 1
+        self._ended += ended
+        self._lost += free / self._rows
+        running_out = free == self._rows or self._lost >= 1
+        due = free > 0 and (running_out or free**2 >= 2 * self._rows * self._ended / self._rounds)
+        if due:
+            self._lost = 0.0
+        return due

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_dsde.batch.admission import Admission
+from hf_dsde.batch.admission import Admission, Refilling
 from hf_dsde.batch.job_statistics import RowCounter
 from hf_dsde.batch.requests import Request
 from hf_dsde.batch.results import END_TOKEN, LENGTH, STOP, RowStatistics
@@ -76,6 +76,7 @@ class RefillLoop(SpeculativeLoop):
         self._admission = admission
         self._setup = setup
         self._ready: list[FinishedText] = []
+        self._refilling = Refilling(len(requests))
 
     def texts(self) -> Iterator[FinishedText]:
         """Yield texts as they finish. Between two of them the models are as they were before.
@@ -106,10 +107,11 @@ class RefillLoop(SpeculativeLoop):
         if ended:
             self._catch_up_on_notes()
             self._hand_out(ended)
-            if self._admit():
-                going_on = upload([text is not None for text in self._under_way], lengths.device)
-                lengths = self._bounded(self._policy.draft_lengths(), going_on)
-                length_counts = lengths.tolist()
+        free = [row for row, text in enumerate(self._under_way) if text is None]
+        if self._refilling.is_due(len(free), len(ended)) and self._admit(free):
+            going_on = upload([text is not None for text in self._under_way], lengths.device)
+            lengths = self._bounded(self._policy.draft_lengths(), going_on)
+            length_counts = lengths.tolist()
         return super()._request(lengths, length_counts)
 
     def _drop_finished_rows(self, going_on: Sequence[bool]) -> None:
@@ -134,14 +136,13 @@ class RefillLoop(SpeculativeLoop):
             self._ready.append(FinishedText(request, text, reason, statistics))
             self._under_way[row] = None
 
-    def _admit(self) -> bool:
+    def _admit(self, free: Sequence[int]) -> bool:
         """Let free rows begin the next texts; return whether there were any."""
-        free = [row for row, text in enumerate(self._under_way) if text is None]
         requests = self._admission.take(len(free))
         if not requests:
             return False
         started = time.perf_counter()
-        rows = free[: len(requests)]
+        rows = list(free[: len(requests)])
         prompts = [list(request.prompt) for request in requests]
         for row, request in zip(rows, requests, strict=True):
             self._under_way[row] = request

@@ -26,7 +26,7 @@ from transformers import (
 import hf_dsde
 from hf_dsde import SpeculationConfig
 from hf_dsde.batch import engine as engine_module
-from hf_dsde.batch.admission import CacheBudget
+from hf_dsde.batch.admission import CacheBudget, Refilling
 from hf_dsde.batch.engine import BatchEngine
 from hf_dsde.batch.preparation import Preparation
 from hf_dsde.batch.refill_loop import FinishedText
@@ -261,8 +261,9 @@ def test_without_refill_batches_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize("refill", [True, False])
-def test_idle_rows_are_those_of_a_simulation(refill: bool) -> None:
+def test_idle_rows_are_those_of_a_simulation(refill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without drafts a row emits one token per round, so that rounds can be counted by hand."""
+    monkeypatch.setattr(Refilling, "is_due", lambda self, free, ended: free > 0)
     pair = Pair.of()
     rows, limits = 3, [request.max_new_tokens for request in MIXED]
     engine = pair.engine(hf_dsde.StaticPolicy(0), rows=rows, refill=refill, eos_token_id=None)
@@ -365,7 +366,8 @@ def test_rejected_rows_come_out_and_take_no_place() -> None:
     assert list(pair.engine("static").texts([])) == []
 
 
-def test_requests_are_taken_as_rows_come_free_and_not_before() -> None:
+def test_requests_are_taken_as_rows_come_free_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Refilling, "is_due", lambda self, free, ended: free > 0)
     pair = Pair.of()
     taken = []
 
