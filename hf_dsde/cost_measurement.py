@@ -1,6 +1,6 @@
 """Measures what a pair's passes cost, on the models themselves, and remembers it for further calls.
 
-The passes write behind the rows' texts, where nothing is kept. Costs are those of a batch size and of the conditions
+The passes write after the rows' texts, where nothing is kept. Costs are those of a batch size and of the conditions
 that passes run under: how they are run, in which dtype, and where.
 """
 

@@ -130,7 +130,7 @@ class ModelRunner(ABC):
 
     @property
     def conditions(self) -> tuple[Hashable, ...]:
-        """What decides how long a pass takes, besides its rows and tokens."""
+        """What decides how long a pass takes, apart from its rows and tokens."""
         how = (self.replays, self.packs, self._config.runner, self.packed)
         return *how, self.model.dtype, self.device, self._autocast
 

@@ -142,7 +142,7 @@ def _state_reasons(model: PreTrainedModel) -> Iterator[str]:
     """What may differ from layer to layer of one model."""
     for name, bypassed, expected in _bypassed(model, FAMILIES[type(model).__module__]):
         module: Any = bypassed
-        # Of another dtype than the states, a norm's weight would change the dtype of everything behind it.
+        # Of another dtype than the states, a norm's weight would change the dtype of everything after it.
         if expected.endswith("RMSNorm") and module.weight.dtype != model.dtype:
             yield f"`{name}` has weights of {module.weight.dtype}, but the model is {model.dtype}"
         if expected.endswith("Attention") and module.training and module.attention_dropout:

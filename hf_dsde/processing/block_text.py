@@ -20,7 +20,7 @@ class BlockText:
         sequences: The text, with the draft tokens written after it; its host copies are up to date.
         width: Columns of the block.
         offset: Draft tokens in front of the block's first column.
-        device: Where the tensors shall be.
+        device: Where the tensors are wanted.
         alone: Whether a row begins at its first real token, as in a batch of its own. Else padding belongs to the text,
             as in the batch that plain `generate` shows to its processors.
     """
