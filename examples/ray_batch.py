@@ -2,9 +2,10 @@
 
     python examples/ray_batch.py --model TARGET --assistant-model DRAFT --input prompts.jsonl --output results
 
-Rows are those of `BatchGenerator`: a line of the input has a `prompt`, `text`, `messages` or `input_ids`. The output is
-a folder of Parquet or JSON Lines files, with the columns of the input and those of `BatchGenerator.__call__` beside
-them. Ray starts on this machine unless `RAY_ADDRESS` names a cluster. Needs `pip install 'hf-dsde[ray]'`.
+Rows are those of `BatchGenerator`: a line of the input has a `prompt`, `text`, `messages` or `input_ids`. Plain text is
+put into the tokenizer's chat template if there is one, as `hf-dsde generate` does. The output is a folder of Parquet or
+JSON Lines files, with the columns of the input and those of `BatchGenerator.__call__` beside them. Ray starts on this
+machine unless `RAY_ADDRESS` names a cluster. Needs `pip install 'hf-dsde[ray]'`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Generates:
         # Ray shows an actor no other devices than its own.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         pair = load_pair(model, assistant_model, getattr(torch, dtype), device)
+        settings.setdefault("chat", pair.tokenizer.chat_template is not None)
         self._generator = BatchGenerator(pair.target, pair.tokenizer, assistant_model=pair.draft, **settings)
 
     def __call__(self, rows: pa.Table) -> pa.Table:

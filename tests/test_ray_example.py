@@ -60,7 +60,9 @@ def test_actors_generate_what_generate_gives_for_each_line_alone(tmp_path, outpu
         if row["id"] == 5:
             assert row["generation_error"]
             continue
-        inputs = pair.tokenizer(prompt, return_tensors="pt")
+        inputs = pair.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         text = pair.target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)[0]
         assert row["generated_token_ids"] == text[inputs["input_ids"].shape[1] :].tolist()
         assert row["generation_statistics"]["new_tokens"] == len(row["generated_token_ids"])
