@@ -130,12 +130,6 @@ class SequenceBatch:
         self.prompt_width += in_front
         self.max_new_tokens += behind
 
-    def prompts(self) -> Tensor:
-        """Return the prompts without padding in front, `[rows, longest]`, int64, filled up behind with anything."""
-        positions = torch.arange(max(self.prompt_lengths), device=self.device)
-        columns = (self.padding[:, None] + positions).clamp_max(self.tokens.shape[1] - 1)
-        return self.tokens.gather(1, columns)
-
     def tail(self, width: int) -> tuple[Tensor, Tensor]:
         """Return each row's last `width` tokens, right-aligned, and their positions.
 

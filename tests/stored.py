@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde.runner import ModelRunner
+from hf_dsde.sequences import SequenceBatch
 from hf_dsde.spans import Span
 
 
@@ -15,3 +16,10 @@ def store_texts(runner: ModelRunner, texts: Tensor, counts: Sequence[int] | Tens
     """Store the first `counts` tokens of each row of `texts`, `[rows, longest]`."""
     spans = [Span(row, 0, int(count)) for row, count in enumerate(counts)]
     runner.store(spans, torch.cat([texts[span.row, : span.count] for span in spans]))
+
+
+def prompts_of(batch: SequenceBatch) -> Tensor:
+    """The prompts without padding in front, `[rows, longest]`, filled up with zeros."""
+    spans = [Span(row, 0, length) for row, length in enumerate(batch.prompt_lengths)]
+    texts = batch.tokens_at(spans).split(batch.prompt_lengths)
+    return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)

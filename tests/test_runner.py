@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored import store_texts
+from stored import prompts_of, store_texts
 from tiny_models import FAMILIES, VOCABULARY, ragged_batch, tiny_model
 from transformers import PreTrainedModel
 
@@ -44,7 +44,7 @@ def last_logits(runner: EagerRunner, width: int = 1) -> torch.Tensor:
     """Store all texts but for their last `width` tokens, then run those; `[rows, width, vocabulary]`."""
     batch = texts()
     with runner.active(), torch.no_grad():
-        store_texts(runner, batch.prompts(), [max(length - width, 0) for length in LENGTHS])
+        store_texts(runner, prompts_of(batch), [max(length - width, 0) for length in LENGTHS])
         return runner.forward(*batch.tail(width), longest=max(LENGTHS))
 
 
@@ -112,7 +112,7 @@ def test_tokens_of_junk_columns_do_not_matter() -> None:
             junk = torch.full((3, 6), poison)
             runner.forward(junk, torch.arange(10, 16).expand(3, -1), longest=16)
             runner.forward(junk, torch.full((3, 6), -1), longest=1)
-            store_texts(runner, batch.prompts(), [max(length - 5, 0) for length in LENGTHS])
+            store_texts(runner, prompts_of(batch), [max(length - 5, 0) for length in LENGTHS])
             logits = runner.forward(tokens.where(real, poison), positions, longest=9)
         assert logits.isfinite().all()
         outputs.append(logits[real])
@@ -129,7 +129,7 @@ def test_junk_behind_a_draft_does_not_matter() -> None:
         tokens = torch.cat([last, torch.full((3, 4), poison)], dim=1)
         positions = (position + torch.arange(5)).masked_fill(torch.arange(5) > 0, -1)
         with runner.active(), torch.no_grad():
-            store_texts(runner, batch.prompts(), [length - 1 for length in LENGTHS])
+            store_texts(runner, prompts_of(batch), [length - 1 for length in LENGTHS])
             logits = runner.forward(tokens, positions, longest=13)
         check_logits(model, logits[:, :1])
 
@@ -139,7 +139,7 @@ def test_rejected_tokens_leave_nothing_behind() -> None:
     runner = runner_of(model)
     batch = texts()
     with runner.active(), torch.no_grad():
-        store_texts(runner, batch.prompts(), [length - 1 for length in LENGTHS])
+        store_texts(runner, prompts_of(batch), [length - 1 for length in LENGTHS])
         draft = batch.lengths[:, None] + torch.arange(4)
         runner.forward(torch.full((3, 4), 7), draft, longest=13)
         logits = runner.forward(*batch.tail(1), longest=9)
@@ -177,7 +177,7 @@ def test_cache_grows_in_the_middle_of_a_text(family: str) -> None:
     batch = texts()
     with runner.active(), torch.no_grad():
         for end in range(1, 9):  # one token at a time, right-aligned: longer rows have more of them behind them
-            tokens, positions = batch.prompts()[:, end - 1 : end], torch.full((3, 1), end - 1)
+            tokens, positions = prompts_of(batch)[:, end - 1 : end], torch.full((3, 1), end - 1)
             positions = positions.masked_fill(positions >= batch.lengths[:, None] - 1, -1)
             runner.forward(tokens, positions, longest=end)
         logits = runner.forward(*batch.tail(1), longest=9)
@@ -191,7 +191,7 @@ def test_rows_that_stay_are_unaffected_by_rows_that_leave() -> None:
     batch = texts()
     tokens, positions = batch.tail(1)
     with runner.active(), torch.no_grad():
-        store_texts(runner, batch.prompts(), [length - 1 for length in LENGTHS])
+        store_texts(runner, prompts_of(batch), [length - 1 for length in LENGTHS])
         everyone = runner.forward(tokens, positions, longest=9)
         runner.keep_rows([0, 2])
         first = runner.forward(tokens, positions, longest=9)

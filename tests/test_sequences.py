@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored import prompts_of
 from tiny_models import PAD, ragged_batch
 
 from hf_dsde.sequences import SequenceBatch
@@ -96,7 +97,7 @@ def test_tail_is_right_aligned_with_positions(model: ListModel, width: int) -> N
 @given(model=batches())
 @settings(deadline=None, max_examples=25)
 def test_prompts_have_no_padding_in_front(model: ListModel) -> None:
-    prompts = model.batch.prompts()
+    prompts = prompts_of(model.batch)
     assert prompts.shape[1] == max(len(prompt) for prompt in model.prompts)
     for row, prompt in enumerate(model.prompts):
         assert prompts[row, : len(prompt)].tolist() == prompt
@@ -104,7 +105,7 @@ def test_prompts_have_no_padding_in_front(model: ListModel) -> None:
 
 def test_prompts_of_very_different_length() -> None:
     batch = SequenceBatch(**ragged_batch([50, 1]), max_new_tokens=1, scratch=1, pad_token=PAD)
-    assert batch.prompts()[1, 0] == ragged_batch([50, 1])["input_ids"][1, -1]
+    assert prompts_of(batch)[1, 0] == ragged_batch([50, 1])["input_ids"][1, -1]
 
 
 @given(model=batches(), data=st.data())
