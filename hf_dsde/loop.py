@@ -1,36 +1,35 @@
 """The decoding loop: draft, verify, commit, observe. A round fits on one page; the rest is setting up and handing out.
 
 The loop decides nothing about lengths (a policy does), proposals (a drafter), acceptance (`verification`) or endings
-(`stopping`). It keeps one promise of its own: after drafting, a round waits for the device once, at its end. On a GPU
-the next round's first pass is then under way already, beside the policy's arithmetic: the device does not wait for the
-host either, nor the pass for lengths that it does not need yet.
+(`stopping`). What passes from one round to the next is a `RoundPlan`, which does not change, and what `RunAhead` has
+let begin. It keeps one promise of its own: after drafting, a round waits for the device once, at its end. On a GPU the
+next round's first pass is then under way already, beside the policy's arithmetic: the device does not wait for the host
+either, nor the pass for lengths that it does not need yet.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_dsde import verification
-from hf_dsde.candidate_pass import CandidatePass
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.cost_measurement import live_costs, remember_costs
-from hf_dsde.costs import LiveCosts
 from hf_dsde.counts import RoundRecorder
-from hf_dsde.drafting.base import CandidateBatch, Drafter, DraftRequest
+from hf_dsde.drafting.base import CandidateBatch, Drafter
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.outputs import Recording
-from hf_dsde.overlap import SideStream, overlaps
-from hf_dsde.plain_step import PlainStep
 from hf_dsde.policies.base import BatchInfo, PhaseTimes, Signal, StoppingPolicy
 from hf_dsde.recorded_function import function_recorder
+from hf_dsde.round_log import RoundLog, RoundRecord
 from hf_dsde.round_outcome import FinishedRound, outcome_of
+from hf_dsde.round_plan import RoundPlan, next_plan
+from hf_dsde.run_ahead import RunAhead
 from hf_dsde.runner import ModelRunner
 from hf_dsde.sampling import ScoreProcessor
 from hf_dsde.sequences import SequenceBatch
@@ -38,8 +37,8 @@ from hf_dsde.spans import Span
 from hf_dsde.stopping import Stopping
 from hf_dsde.timing import PhaseClock, TimedPolicy
 from hf_dsde.token_feed import TokenFeed
-from hf_dsde.transfers import Download, upload
-from hf_dsde.verification_pass import PassResult, VerificationPass
+from hf_dsde.transfers import Download
+from hf_dsde.verification_pass import VerificationPass
 
 COST_PROBE_ROUND = 3
 """The round that runs without drafts to measure a plain step: late enough that everything is warm."""
@@ -82,7 +81,7 @@ class SpeculativeLoop:
         feed: TokenFeed,
     ) -> None:
         self._target = target
-        self._pass = VerificationPass(target, config)
+        self._verification = VerificationPass(target, config)
         self._drafter = drafter
         self._policy = TimedPolicy(policy)
         self._sequences = sequences
@@ -95,28 +94,14 @@ class SpeculativeLoop:
         self._statistics = statistics
         self._clock = PhaseClock(sequences.device)
         self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
+        self._log = RoundLog(statistics, lambda: self.recording_costs)
+        self._ahead = RunAhead(self._verification, drafter, sequences, policy)
         self._times: PhaseTimes | None = None
-        self._costs: LiveCosts | None = None
-        self._rounds = 0
-        self._passes_before = 0
-        self._overlaps = overlaps(sequences.device)
-        self._side = SideStream(sequences.device)
-        self._plain = PlainStep(target, sequences)
-        self._candidate_pass = CandidatePass(self._pass, sequences, policy)
-        self._plain_rounds = 0
-        self._postponed: Tensor | None = None
-        self._resumes = False
-        self._note: Callable[[], None] | None = None
 
     @property
     def probes_cost(self) -> bool:
         """Whether one round of this call runs without drafts, so that its statistics can judge what drafting brings."""
         return self._config.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
-
-    @property
-    def _probes_next(self) -> bool:
-        """Whether the round after those that have begun measures a plain step."""
-        return self.probes_cost and self._rounds == COST_PROBE_ROUND
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -132,9 +117,9 @@ class SpeculativeLoop:
         """
         try:
             with self._active():
-                request = self._begin()
-                while any(request.active_rows):
-                    request = self._round(request)
+                plan = self._begin()
+                while any(plan.active_rows):
+                    plan = self._round(plan)
                 self._finish()
         except BaseException:
             self._feed.abort()
@@ -149,110 +134,87 @@ class SpeculativeLoop:
         with self._target.active(), self._drafter.active():
             yield
 
-    def _begin(self) -> DraftRequest:
-        """Store the prompts and return what the first round shall draft."""
+    def _begin(self) -> RoundPlan:
+        """Store the prompts and plan the first round."""
         self._prefill()
         self._start_policy()
-        request = self._first_request()
-        self._prefill_draft(request, wait=True)
-        self._recorded_passes()  # those of measuring costs disturb no round
-        return request
+        everyone = torch.ones(self._sequences.rows, dtype=torch.bool, device=self._sequences.device)
+        lengths = self._bounded(self._policy.draft_lengths(), everyone)
+        plan = self._next_plan(None, lengths, lengths.tolist())
+        self._prefill_draft(plan, wait=True)
+        self._log.skip_recordings()  # those of measuring costs disturb no round
+        return plan
 
     def _finish(self) -> None:
         """Count the last round, and leave to later calls what they can use."""
-        self._catch_up_on_notes()
+        self._log.flush()
         self._target.finish()
         self._drafter.finish()
-        if self._costs is not None and self._config.cost_model is None:
-            remember_costs(self._target, self._drafter, self._costs.learnt)
+        if self._log.costs is not None and self._config.cost_model is None:
+            remember_costs(self._target, self._drafter, self._log.costs.learnt)
 
-    def _round(self, request: DraftRequest) -> DraftRequest:
-        """Draft, verify, commit, observe; return what the next round shall draft."""
-        self._prefill_draft(request, wait=False)
-        self._clock.start(seamless=self._overlaps)
-        self._rounds += 1
-        candidates = self._draft(request)
-        self._clock.mark(again=self._plain.begun)
-        passed = self._run_target(candidates, request)
-        self._catch_up_on_notes()
-        logits = passed.logits.to(self._sequences.device)
-        scores = self._process(logits, self._sequences, self._columns(candidates, request))
+    def _round(self, plan: RoundPlan) -> RoundPlan:
+        """Draft, verify, commit, observe; return the plan of the next round."""
+        ahead, sequences = self._ahead, self._sequences
+        self._prefill_draft(plan, wait=False)
+        self._clock.start(seamless=ahead.overlaps)
+        candidates = self._draft(plan)
+        self._clock.mark(again=ahead.plain_begun)
+        passed = ahead.run_target(candidates, plan)
+        self._log.flush()
+        logits = passed.logits.to(sequences.device)
+        scores = self._process(logits, sequences, self._columns(candidates, plan))
         verified = verification.verify(scores, candidates.probs, candidates.tokens, candidates.lengths)
         self._clock.mark()
         new_tokens = verified.behind(candidates.tokens)
-        counts = torch.where(request.active, verified.accepted + 1, 0)
-        kept, ended = self._stopping.cut(new_tokens, counts)
-        self._sequences.append(new_tokens, kept)
-        done = FinishedRound(request, candidates, logits, scores, verified, passed.packed_tokens)
-        going_on = request.active & ~ended
-        if self._overlaps:
+        kept, ended = self._stopping.cut(new_tokens, torch.where(plan.active, verified.accepted + 1, 0))
+        sequences.append(new_tokens, kept)
+        done = FinishedRound(plan, candidates, logits, scores, verified, passed.packed_tokens)
+        going_on = plan.active & ~ended
+        probes = self._probes(plan.index + 1)
+        if ahead.overlaps:
             self._clock.mark()
-            longest = max(self._sequences.length_counts) + candidates.width + 1
-            self._drafter.prepare(self._sequences, going_on, longest)
-            if self._expects_plain(1):
-                self._plain.prepare(going_on, longest)
-            self._side.fork()
-        lengths = self._bounded(self._ask(done), going_on)
-        vectors = [self._sequences.generated, kept, ended, verified.accepted, candidates.lengths, lengths]
+            ahead.stage(going_on, candidates.width, plain=probes or plan.foretells_plain(1))
+        wish = self._bounded(self._ask(done), going_on)
+        vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, wish]
         download = Download(vectors, new_tokens)
-        try:
-            if self._overlaps:
-                self._begin_next()
-            values, host_tokens = download.wait()
-        finally:  # also when memory runs out: what the pass writes to is not free before it has ended
-            self._side.join()
-        return self._request(lengths, self._settle(done, host_tokens, *values))
+        # No pass is needed after the last token that any row may emit.
+        more = min(sequences.generated_counts) + 1 < sequences.max_new_tokens
+        with ahead.running(draft=not probes, plain=more and (probes or plan.foretells_plain(2))):
+            (generated, emitted, ends, accepted, drafted, lengths), host_tokens = download.wait()
+        sequences.synchronise(generated, host_tokens)
+        self._drafter.observe(drafted, accepted)
+        self._hand_out(done, emitted, ends)
+        self._note(done, drafted, accepted, emitted)
+        return self._next_plan(plan, wish, lengths)
 
-    def _draft(self, request: DraftRequest) -> CandidateBatch:
+    def _draft(self, plan: RoundPlan) -> CandidateBatch:
         """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
-        self._resumes = request.width > 0 and self._plain_rounds > 1
-        self._plain_rounds = 0 if request.width > 0 else self._plain_rounds + 1
-        if request.width > 0:
-            expect = partial(self._candidate_pass.expect, request=request)
-            return self._drafter.propose(self._sequences, request, self._policy, expect)
-        return CandidateBatch.nothing(request.lengths, self._vocabulary_size, self._do_sample, self._policy.requires)
+        if plan.drafts:
+            return self._drafter.propose(self._sequences, plan, self._policy, partial(self._ahead.expect, plan=plan))
+        return CandidateBatch.nothing(plan.lengths, self._vocabulary_size, self._do_sample, self._policy.requires)
 
-    def _run_target(self, candidates: CandidateBatch, request: DraftRequest) -> PassResult:
-        """Run the last token and the draft tokens of every row."""
-        if candidates.width:
-            self._plain.forget()
-        elif (ready := self._plain.take()) is not None:
-            return PassResult(ready)
-        return self._candidate_pass.run(candidates, request)
-
-    def _ask(self, done: FinishedRound) -> Tensor:
-        """Tell the policy of a round and return what it wants of the next, or else what it wanted of this in vain."""
-        if self._postponed is not None:
-            return self._postponed
-        with self._policy.timed():
-            outcome = outcome_of(done, self._policy.requires, self._times)
-        self._policy.observe(outcome)
-        return self._policy.draft_lengths()
-
-    def _expects_plain(self, rounds: int) -> bool:
-        """Say whether the next round is likely to draft nothing: as many `rounds` before it did not, or it is known."""
-        likely = self._plain_rounds >= rounds and self._postponed is None
-        return likely or self._probes_next
-
-    def _begin_next(self) -> None:
-        """Let the device begin the next round's first pass, before the host knows how this round ended.
-
-        Behind two rounds without drafts it is the target's. Should the policy now want drafts, they come a round later.
-        """
-        if not self._probes_next:
-            self._drafter.begin(self._side)
-        # Behind the last token that any row may emit, no pass is needed.
-        if self._expects_plain(2) and min(self._sequences.generated_counts) + 1 < self._sequences.max_new_tokens:
-            self._plain.begin(self._side)
-
-    def _columns(self, candidates: CandidateBatch, request: DraftRequest) -> list[int]:
+    def _columns(self, candidates: CandidateBatch, plan: RoundPlan) -> list[int]:
         """Return how many columns of each row matter, if a logits processor is called position by position."""
         if not self._process.needs_counts:
             return []
         if not self._policy.stops_inside_round:
-            return request.pass_counts  # the host knows them
+            return plan.pass_counts  # the host knows them
         lengths = candidates.lengths.tolist()
-        return [length + 1 if active else 0 for length, active in zip(lengths, request.active_rows, strict=True)]
+        return [length + 1 if active else 0 for length, active in zip(lengths, plan.active_rows, strict=True)]
+
+    def _probes(self, index: int) -> bool:
+        """Whether this round measures a plain step."""
+        return self.probes_cost and index == COST_PROBE_ROUND
+
+    def _ask(self, done: FinishedRound) -> Tensor:
+        """Return the policy's lengths for the next round: after a round that overtook its wish, that wish again."""
+        if done.plan.deferred is not None:
+            return done.plan.deferred
+        with self._policy.timed():
+            outcome = outcome_of(done, self._policy.requires, self._times)
+        self._policy.observe(outcome)
+        return self._policy.draft_lengths()
 
     def _bounded(self, lengths: Tensor, active: Tensor) -> Tensor:
         """Lower the policy's lengths to what a row can use: the bonus token takes one of the tokens that remain."""
@@ -263,98 +225,48 @@ class SpeculativeLoop:
         room = self._drafter.room(self._sequences)
         return lengths if room is None else torch.minimum(lengths, room)
 
-    def _settle(
-        self,
-        done: FinishedRound,
-        new_tokens: Tensor,
-        generated: list[int],
-        emitted: list[int],
-        ended: list[int],
-        accepted: list[int],
-        drafted: list[int],
-        next_lengths: list[int],
-    ) -> list[int]:
-        """Take note of a round that is on the host now: end rows, hand out what became certain, learn and count.
-
-        Returns:
-            The next round's lengths, as they were given.
-        """
-        sequences, candidates = self._sequences, done.candidates
-        sequences.synchronise(generated, new_tokens)
-        self._drafter.observe(drafted, accepted)
+    def _hand_out(self, done: FinishedRound, emitted: list[int], ends: Sequence[int]) -> None:
+        """End rows, and give scores and tokens that became certain to whoever wants them."""
         self._recording.add(done.scores, done.logits, emitted)
-        self._stopping.advance([bool(end) for end in ended], self._recording.scores_until)
-        self._feed.feed(sequences, self._stopping)
-        if not self._overlaps:
+        self._stopping.advance([bool(end) for end in ends], self._recording.scores_until)
+        self._feed.feed(self._sequences, self._stopping)
+
+    def _note(
+        self, done: FinishedRound, drafted: Sequence[int], accepted: Sequence[int], emitted: Sequence[int]
+    ) -> None:
+        """Log the round: at once, or while the device runs the next one."""
+        if not self._ahead.overlaps:
             self._clock.mark()
         self._times = self._clock.read(self._policy.take_seconds())
-        self._note = partial(
-            self._take_note,
-            self._times,
-            self._charged_width(done),
-            self._resumes,
-            drafted=drafted,
-            accepted=accepted,
-            emitted=emitted,
-            active=done.request.active_rows,
-            draft_steps=candidates.steps,
-            pass_width=candidates.width + 1,
-            pass_rows=len(self._target.live_rows),
-            packed_tokens=done.packed_tokens,
-            recorded_passes=self._recorded_passes(),
-        )
-        if not self._overlaps:
-            self._catch_up_on_notes()
-        return next_lengths
-
-    def _take_note(
-        self, times: PhaseTimes, charged_width: int, resumed: bool, *, recorded_passes: int, **counts: Any
-    ) -> None:
-        """Let the costs learn from a round, and count it."""
-        if self._costs is not None and not recorded_passes:
-            self._costs.observe(
-                draft_steps=counts["draft_steps"],
-                width=charged_width,
-                draft=times.draft,
-                verify=times.verify,
-                overhead=times.bookkeeping,
-                resumed=resumed,
+        self._log.add(
+            RoundRecord(
+                done.plan,
+                self._times,
+                drafted,
+                accepted,
+                emitted,
+                draft_steps=done.candidates.steps,
+                pass_width=done.candidates.width + 1,
+                pass_rows=len(self._target.live_rows),
+                packed_tokens=done.packed_tokens,
             )
-        self._statistics.record_round(times=times, recorded_passes=recorded_passes, **counts)
+        )
+        if not self._ahead.overlaps:
+            self._log.flush()
 
-    def _catch_up_on_notes(self) -> None:
-        """Do what nothing depends on until the next answer of the policy. On a GPU a pass is under way meanwhile."""
-        note, self._note = self._note, None
-        if note is not None:
-            note()
-
-    def _recorded_passes(self) -> int:
-        """Return how many passes were recorded since the last call, which is what distorts a round's times."""
-        total = self.recording_costs.passes
-        new, self._passes_before = total - self._passes_before, total
-        return new
-
-    def _charged_width(self, done: FinishedRound) -> int:
-        """Return the columns per row that a padded pass would have had for the tokens of this one."""
-        if done.packed_tokens is None:
-            return done.candidates.width + 1
-        return max(round(done.packed_tokens / len(self._target.live_rows)), 1)
-
-    def _request(self, lengths: Tensor, length_counts: Sequence[int]) -> DraftRequest:
-        """Ask for `lengths`, of the rows that go on.
-
-        Nobody drafts in the round that measures a plain step, nor in one whose pass has begun without drafts: that
-        one the policy hears nothing of, and what it wanted is done behind it.
-        """
+    def _next_plan(self, previous: RoundPlan | None, lengths: Tensor, length_counts: Sequence[int]) -> RoundPlan:
+        """Plan the round after `previous` with what the policy wants, after rows that have ended have left."""
         going_on = [not finished for finished in self._stopping.finished()]
         self._drop_finished_rows(going_on)
-        probes = self._probes_next
-        self._postponed = lengths if self._plain.begun and not probes and any(length_counts) else None
-        plain = probes or self._plain.begun
-        counts = [0 if plain or not on else n for n, on in zip(length_counts, going_on, strict=True)]
-        active = upload(going_on, lengths.device)
-        lengths = torch.zeros_like(lengths) if plain else torch.where(active, lengths, 0)
-        return DraftRequest(lengths, counts, active, going_on)
+        index = 0 if previous is None else previous.index + 1
+        return next_plan(
+            previous,
+            lengths,
+            length_counts,
+            going_on,
+            probes=self._probes(index),
+            plain_begun=self._ahead.plain_begun,
+        )
 
     def _drop_finished_rows(self, going_on: Sequence[bool]) -> None:
         """Leave finished rows out of further passes, when enough of them are in to be worth moving the caches."""
@@ -363,13 +275,8 @@ class SpeculativeLoop:
         if self._config.drop_finished_rows and rows and places - len(rows) >= places * DROPPED_SHARE:
             self._target.keep_rows(rows)
             self._drafter.keep_rows(rows)
-            if self._costs is not None:
-                self._costs.set_rows(len(self._target.live_rows))
-
-    def _first_request(self) -> DraftRequest:
-        everyone = torch.ones(self._sequences.rows, dtype=torch.bool, device=self._sequences.device)
-        lengths = self._bounded(self._policy.draft_lengths(), everyone)
-        return self._request(lengths, lengths.tolist())
+            if self._log.costs is not None:
+                self._log.costs.set_rows(len(self._target.live_rows))
 
     def _prefill(self) -> None:
         """Store prompts, but for their last tokens, in the target's cache; measure costs if the policy needs them."""
@@ -377,15 +284,15 @@ class SpeculativeLoop:
         started = time.perf_counter()
         spans = [Span(row, 0, length - 1) for row, length in enumerate(sequences.prompt_lengths)]
         self._target.store(spans, sequences.tokens_at(spans))
-        self._pass.measure(max(sequences.prompt_lengths))
+        self._verification.measure(max(sequences.prompt_lengths))
         if Signal.COSTS in self._policy.requires:
-            self._costs = live_costs(self._target, self._drafter, self._config, max(sequences.prompt_lengths))
+            self._log.costs = live_costs(self._target, self._drafter, self._config, max(sequences.prompt_lengths))
         self._record_prefill(started, wait=True)
 
-    def _prefill_draft(self, request: DraftRequest, *, wait: bool) -> None:
+    def _prefill_draft(self, plan: RoundPlan, *, wait: bool) -> None:
         """Let the drafter read the texts of rows that draft for the first time. Without drafts it reads none."""
         started = time.perf_counter()
-        rows = [row for row, length in enumerate(request.length_counts) if length]
+        rows = [row for row, length in enumerate(plan.length_counts) if length]
         if rows and self._drafter.prefill(self._sequences, rows):
             self._clock.restart()  # it is no part of the round
             self._record_prefill(started, wait=wait)
@@ -404,7 +311,7 @@ class SpeculativeLoop:
                 vocabulary_size=self._vocabulary_size,
                 max_draft_length=self._config.max_draft_length,
                 max_new_tokens=self._sequences.max_new_tokens,
-                costs=self._costs,
+                costs=self._log.costs,
                 record=function_recorder(self._sequences.device, self._config),
             )
         )

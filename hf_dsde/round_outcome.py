@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_dsde import signals
-from hf_dsde.drafting.base import CandidateBatch, DraftRequest
+from hf_dsde.drafting.base import CandidateBatch
 from hf_dsde.policies.base import PhaseTimes, RoundOutcome, Signal
+from hf_dsde.round_plan import RoundPlan
 from hf_dsde.verification import VerifiedBlock
 
 
@@ -18,7 +19,7 @@ class FinishedRound:
     """A round after its commit: what was asked for, proposed and computed.
 
     Attributes:
-        request: What was asked of the drafter.
+        plan: What the round was to do.
         candidates: What it proposed.
         logits: The target's, `[rows, width + 1, vocabulary]`, float32.
         scores: The same behind the logits processors.
@@ -26,7 +27,7 @@ class FinishedRound:
         packed_tokens: Tokens in the target's pass when it was packed; None when it was padded.
     """
 
-    request: DraftRequest
+    plan: RoundPlan
     candidates: CandidateBatch
     logits: Tensor
     scores: Tensor
@@ -60,7 +61,7 @@ def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTim
     return RoundOutcome(
         drafted=candidates.lengths,
         accepted=done.verified.accepted,
-        active=done.request.active,
+        active=done.plan.active,
         entropy=candidates.entropy,
         confidence=candidates.confidence,
         timings=times if Signal.TIMINGS in required else None,

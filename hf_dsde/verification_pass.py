@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hf_dsde.config import SpeculationConfig
@@ -62,6 +63,10 @@ class VerificationPass:
     def recorded(self, width: int, longest: int) -> bool:
         """Whether blocks of this width are run by a padded pass that has been recorded, so that `stage` is cheap."""
         return not self._may_pack(width) and self._runner.recorded(width, longest)
+
+    def runs_beside(self, device: torch.device) -> bool:
+        """Whether passes replay recordings on `device`: these may run beside other work, since they drop no memory."""
+        return self._runner.replays and self._runner.device == device
 
     def stage(
         self, tokens: Tensor, positions: Tensor, counts: Tensor, host_counts: Sequence[int] | None, longest: int

@@ -11,7 +11,7 @@ from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde import loop
+from hf_dsde import loop, run_ahead
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.overlap import SideStream
 from hf_dsde.policies import StoppingPolicy
@@ -36,7 +36,7 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         used.append(self._prepared is not None)
         return original(self, *arguments)
 
-    monkeypatch.setattr(loop, "overlaps", lambda device: True)
+    monkeypatch.setattr(run_ahead, "overlaps", lambda device: True)
     monkeypatch.setattr(ModelDrafter, "_catch_up", catch_up)
     return used
 
@@ -76,7 +76,7 @@ def test_sampled_text_is_the_same_as_without(policy: str, under_way: list[bool],
         return generate(target, draft, POLICIES[policy](), do_sample=True, temperature=0.9)
 
     text = sampled()
-    monkeypatch.setattr(loop, "overlaps", lambda device: False)
+    monkeypatch.setattr(run_ahead, "overlaps", lambda device: False)
     assert torch.equal(sampled(), text)
 
 

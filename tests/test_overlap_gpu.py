@@ -11,12 +11,12 @@ from tiny_models import FAMILIES, noisy_copy, ragged_batch, random_lengths, tiny
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.candidate_pass import CandidatePass
-from hf_dsde.drafting.base import CandidateBatch, DraftRequest
+from hf_dsde.drafting.base import CandidateBatch
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.overlap import SideStream
-from hf_dsde.plain_step import PlainStep
 from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, StaticPolicy
+from hf_dsde.round_plan import RoundPlan
+from hf_dsde.run_ahead import RunAhead
 from hf_dsde.verification_pass import PassResult
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
@@ -86,13 +86,13 @@ def test_memory_that_the_policy_takes_is_not_that_of_the_pass(family: str, draft
 
 def test_the_target_s_pass_is_ready_when_a_policy_says_that_drafting_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     ready: list[bool] = []
-    original = CandidatePass.run
+    original = RunAhead.run_target
 
-    def run(self: CandidatePass, candidates: CandidateBatch, request: DraftRequest) -> PassResult:
-        ready.append(self._expected is not None and self._expected[0] is candidates.tokens)
-        return original(self, candidates, request)
+    def run_target(self: RunAhead, candidates: CandidateBatch, plan: RoundPlan) -> PassResult:
+        ready.append(self.is_ready(candidates))
+        return original(self, candidates, plan)
 
-    monkeypatch.setattr(CandidatePass, "run", run)
+    monkeypatch.setattr(RunAhead, "run_target", run_target)
     expected = generate()
     for cycles in (0, LONG // 100, LONG // 100):  # the first call records
         ready.clear()
@@ -100,22 +100,32 @@ def test_the_target_s_pass_is_ready_when_a_policy_says_that_drafting_is_over(mon
     assert sum(ready) > len(ready) / 2, "all but those near the end of the text, which draft all that they may"
 
 
-@pytest.mark.parametrize(("drafted", "who"), [(3, ModelDrafter), (0, PlainStep)])
-def test_the_pass_does_not_wait_for_the_policy(drafted: int, who: type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("drafted", "owner", "begins"), [(3, ModelDrafter, "begin"), (0, RunAhead, "begin_plain")])
+def test_the_pass_does_not_wait_for_the_policy(
+    drafted: int, owner: type, begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = BusyPolicy(LONG, drafted)
     policy_was_done: list[bool] = []
-    original = who.begin
+    original = getattr(owner, begins)
+    sides: list[SideStream] = []
+    original_fork = SideStream.fork
 
-    def begin(self: Any, side: SideStream) -> None:
-        original(self, side)
-        assert side._stream is not None
-        side._stream.synchronize()
+    def fork(self: SideStream) -> None:
+        sides.append(self)
+        original_fork(self)
+
+    def begin(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        stream = sides[-1]._stream
+        assert stream is not None
+        stream.synchronize()
         assert policy.done is not None
         policy_was_done.append(policy.done.query())
 
     expected = generate()
     generate(policy=BusyPolicy(num_draft_tokens=drafted))  # records
-    monkeypatch.setattr(who, "begin", begin)
+    monkeypatch.setattr(SideStream, "fork", fork)
+    monkeypatch.setattr(owner, begins, begin)
     assert torch.equal(generate(policy=policy), expected)
     assert len(policy_was_done) > 8
     assert not any(policy_was_done)

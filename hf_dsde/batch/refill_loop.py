@@ -16,8 +16,8 @@ from hf_dsde.batch.requests import Request
 from hf_dsde.batch.results import END_TOKEN, LENGTH, STOP, RowStatistics
 from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.batch.row_stopping import RowStopping
-from hf_dsde.drafting.base import DraftRequest
 from hf_dsde.loop import SpeculativeLoop
+from hf_dsde.round_plan import RoundPlan
 from hf_dsde.spans import Span
 from hf_dsde.torch_modes import lasting
 from hf_dsde.transfers import upload
@@ -84,11 +84,11 @@ class RefillLoop(SpeculativeLoop):
         Whoever takes them may be in another mode of torch each time.
         """
         with lasting(), self._active():
-            request = self._begin()
-        while any(request.active_rows):
+            plan = self._begin()
+        while any(plan.active_rows):
             with lasting(), self._active():
-                while any(request.active_rows) and not self._ready:
-                    request = self._round(request)
+                while any(plan.active_rows) and not self._ready:
+                    plan = self._round(plan)
             yield from self.take_ready()
         self._finish()
 
@@ -101,25 +101,25 @@ class RefillLoop(SpeculativeLoop):
         """Return the requests whose texts are under way, in the order of the input."""
         return sorted((r for r in self._under_way if r is not None), key=lambda request: request.index)
 
-    def _request(self, lengths: Tensor, length_counts: Sequence[int]) -> DraftRequest:
+    def _next_plan(self, previous: RoundPlan | None, lengths: Tensor, length_counts: Sequence[int]) -> RoundPlan:
         """As in any loop, after rows that have ended were handed the next prompts."""
         ended = [r for r, text in enumerate(self._under_way) if text and self._stopping.ends[r] is not None]
         if ended:
-            self._catch_up_on_notes()
-            self._hand_out(ended)
+            self._log.flush()
+            self._end_texts(ended)
         free = [row for row, text in enumerate(self._under_way) if text is None]
         if self._refilling.is_due(len(free), len(ended)) and self._admit(free):
             going_on = upload([text is not None for text in self._under_way], lengths.device)
             lengths = self._bounded(self._policy.draft_lengths(), going_on)
             length_counts = lengths.tolist()
-        return super()._request(lengths, length_counts)
+        return super()._next_plan(previous, lengths, length_counts)
 
     def _drop_finished_rows(self, going_on: Sequence[bool]) -> None:
         """Rows leave the passes only when nothing is left that could take their place."""
         if self._admission.exhausted:
             super()._drop_finished_rows(going_on)
 
-    def _hand_out(self, rows: Sequence[int]) -> None:
+    def _end_texts(self, rows: Sequence[int]) -> None:
         """Make finished texts of rows that have ended."""
         sequences = self._sequences
         begin = sequences.prompt_width
@@ -150,7 +150,7 @@ class RefillLoop(SpeculativeLoop):
             self._stopping.begin(row, self._setup.criteria(request))
             if isinstance(self._process, RowProcessors) and self._setup.processors is not None:
                 self._process.begin(row, self._setup.processors(request))
-        self._plain.forget()
+        self._ahead.forget_plain()
         self._sequences.replace_rows(rows, prompts, [request.max_new_tokens for request in requests])
         spans = [Span(row, 0, len(prompt) - 1) for row, prompt in zip(rows, prompts, strict=True)]
         self._target.store(spans, self._sequences.tokens_at(spans))

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.overlap import SideStream
 from hf_dsde.policies.base import Signal, StoppingPolicy
+from hf_dsde.round_plan import RoundPlan
 from hf_dsde.sequences import SequenceBatch
 
 Expect = Callable[[Tensor, Tensor], None]
@@ -21,33 +22,6 @@ Expect = Callable[[Tensor, Tensor], None]
 
 LOGIT_SIGNALS = frozenset({Signal.KLD, Signal.REVERSE_KLD})
 """Signals that compare the two models' raw logits."""
-
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """How much the rows may draft in a round.
-
-    Attributes:
-        lengths: The most tokens each row drafts, `[rows]`, int64; 0 for rows that have finished.
-        length_counts: The same on the host.
-        active: Rows still being generated, `[rows]`, bool.
-        active_rows: The same on the host.
-    """
-
-    lengths: Tensor
-    length_counts: Sequence[int]
-    active: Tensor
-    active_rows: Sequence[bool]
-
-    @property
-    def width(self) -> int:
-        """The longest draft asked for."""
-        return max(self.length_counts, default=0)
-
-    @property
-    def pass_counts(self) -> list[int]:
-        """Tokens of each row in the target's pass, if every row drafts all that it may."""
-        return [n + 1 if on else 0 for n, on in zip(self.length_counts, self.active_rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -148,13 +122,13 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(
-        self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy, expect: Expect
+        self, sequences: SequenceBatch, plan: RoundPlan, policy: StoppingPolicy, expect: Expect
     ) -> CandidateBatch:
         """Draft, asking `policy` after every token whether rows shall stop behind it.
 
         Args:
             sequences: The text. Where logits processors look at it, the tokens are also written behind it.
-            request: How much the rows may draft.
+            plan: How much the rows may draft.
             policy: Is asked.
             expect: Called when the host would wait for an answer, with what is proposed if no row drafts on. If so,
                 the proposal has the very tensor of tokens that was given.

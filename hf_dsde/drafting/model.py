@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from hf_dsde import compat
 from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, DraftRequest, Expect
+from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, Expect
 from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.overlap import SideStream
 from hf_dsde.policies.base import DraftStep, Signal, StoppingPolicy
+from hf_dsde.round_plan import RoundPlan
 from hf_dsde.runner import pass_seconds
 from hf_dsde.runners import create_runner
 from hf_dsde.sampling import ScoreProcessor, choose
@@ -165,21 +166,21 @@ class ModelDrafter(Drafter):
         return pass_seconds(self._runner, 1, longest)
 
     def propose(
-        self, sequences: SequenceBatch, request: DraftRequest, policy: StoppingPolicy, expect: Expect
+        self, sequences: SequenceBatch, plan: RoundPlan, policy: StoppingPolicy, expect: Expect
     ) -> CandidateBatch:
-        """Draft up to `request.width` tokens, one forward pass each."""
-        lengths = request.lengths.to(self._device)
+        """Draft up to `plan.width` tokens, one forward pass each."""
+        lengths = plan.lengths.to(self._device)
         drafted = torch.zeros_like(lengths)
         drafting = lengths > 0
         proposal = _Proposal()
-        logits = self._catch_up(sequences, request)
+        logits = self._catch_up(sequences, plan)
         ends = sequences.lengths.to(self._device)
         flag = StopFlag()
         following: Callable[[], Tensor] | None = None
-        for position in range(request.width):
+        for position in range(plan.width):
             if following is not None:
                 logits = self._align(following()[:, 0])
-            counts = [int(position < length) for length in request.length_counts]
+            counts = [int(position < length) for length in plan.length_counts]
             scores = self._process(logits[:, None], sequences, counts, offset=position)[:, 0]
             tokens, probs = choose(scores, self._do_sample)
             if self._process.needs_history:
@@ -190,7 +191,7 @@ class ModelDrafter(Drafter):
             drafting = drafting & (lengths > position + 1)
             if policy.stops_inside_round:
                 drafting = self._ask(policy, step, drafting, sequences.device)
-            if position + 1 == request.width:
+            if position + 1 == plan.width:
                 break
             # Whatever follows is ready before the host waits for the answer, so that the device gets it at once.
             if policy.stops_inside_round:
@@ -229,15 +230,13 @@ class ModelDrafter(Drafter):
                 self._cached[row] = length + min(accepted[row], max(drafted[row] - 1, 0))
         self._caught_up = []
 
-    def _catch_up(self, sequences: SequenceBatch, request: DraftRequest) -> Tensor:
+    def _catch_up(self, sequences: SequenceBatch, plan: RoundPlan) -> Tensor:
         """Feed what each row misses up to its last token; return the logits behind it, `[rows, vocabulary]`."""
         lengths = sequences.length_counts
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         fits = [
             drafts > 0 or (active and gap <= LONG_GAP and (self._context is None or length <= self._context))
-            for drafts, active, gap, length in zip(
-                request.length_counts, request.active_rows, missing, lengths, strict=True
-            )
+            for drafts, active, gap, length in zip(plan.length_counts, plan.active_rows, missing, lengths, strict=True)
         ]
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
         prepared, self._prepared = self._prepared, None

@@ -12,12 +12,11 @@ from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde import loop
+from hf_dsde import loop, run_ahead
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import LiveCosts
-from hf_dsde.overlap import SideStream
-from hf_dsde.plain_step import PlainStep
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StaticPolicy, StoppingPolicy
+from hf_dsde.round_plan import RoundPlan, next_plan
 from hf_dsde.runner import ModelRunner
 from hf_dsde.spans import Span
 from hf_dsde.statistics import RoundCounts
@@ -31,24 +30,18 @@ ROWS = 5
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let the loop work as on a GPU; the list says behind how many rounds a plain step was begun."""
-    behind: list[int] = []
-    rounds = [0]
-    original_begin, original_request = PlainStep.begin, loop.SpeculativeLoop._request
+    """Let the loop work as on a GPU; the list says after how many rounds a plain step was begun."""
+    after: list[int] = []
 
-    def begin(self: PlainStep, side: SideStream) -> None:
-        original_begin(self, side)
-        if self.begun:
-            behind.append(rounds[0])
+    def planned(previous: RoundPlan | None, *arguments: Any, plain_begun: bool, **flags: Any) -> RoundPlan:
+        plan = next_plan(previous, *arguments, plain_begun=plain_begun, **flags)
+        if plain_begun:
+            after.append(plan.index)
+        return plan
 
-    def request(self: loop.SpeculativeLoop, *arguments: Any) -> Any:
-        rounds[0] = self._rounds + 1
-        return original_request(self, *arguments)
-
-    monkeypatch.setattr(loop, "overlaps", lambda device: True)
-    monkeypatch.setattr(PlainStep, "begin", begin)
-    monkeypatch.setattr(loop.SpeculativeLoop, "_request", request)
-    return behind
+    monkeypatch.setattr(run_ahead, "overlaps", lambda device: True)
+    monkeypatch.setattr(loop, "next_plan", planned)
+    return after
 
 
 class Wishes(StoppingPolicy):
@@ -161,7 +154,7 @@ def test_sampled_text_is_that_of_steps_one_after_the_other(begun: list[int], mon
 
     text = sampled()
     assert begun
-    monkeypatch.setattr(loop, "overlaps", lambda device: False)
+    monkeypatch.setattr(run_ahead, "overlaps", lambda device: False)
     assert torch.equal(sampled(), text)
 
 

@@ -12,11 +12,12 @@ from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.candidate_pass import CandidatePass
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.drafting.base import CandidateBatch, DraftRequest
+from hf_dsde.drafting.base import CandidateBatch
 from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
+from hf_dsde.round_plan import RoundPlan
+from hf_dsde.run_ahead import RunAhead
 from hf_dsde.verification_pass import PassResult
 
 pytestmark = [
@@ -36,14 +37,13 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """The width of each round's candidates, and whether their pass was ready."""
     passes: list[tuple[int, bool]] = []
-    original = CandidatePass.run
+    original = RunAhead.run_target
 
-    def run(self: CandidatePass, candidates: CandidateBatch, request: DraftRequest) -> PassResult:
-        ready = self._expected is not None and self._expected[0] is candidates.tokens
-        passes.append((candidates.width, ready))
-        return original(self, candidates, request)
+    def run_target(self: RunAhead, candidates: CandidateBatch, plan: RoundPlan) -> PassResult:
+        passes.append((candidates.width, self.is_ready(candidates)))
+        return original(self, candidates, plan)
 
-    monkeypatch.setattr(CandidatePass, "run", run)
+    monkeypatch.setattr(RunAhead, "run_target", run_target)
     return passes
 
 
@@ -105,7 +105,7 @@ def test_nothing_is_recorded_for_a_proposal_that_goes_on(
         return sum(capture.recorded for capture in recording) - before
 
     recorded = passes_recorded()
-    monkeypatch.setattr(CandidatePass, "expect", lambda *_, **__: None)
+    monkeypatch.setattr(RunAhead, "expect", lambda *_, **__: None)
     assert recorded == passes_recorded() > 0
 
 
@@ -138,7 +138,7 @@ def test_sampled_text_is_the_same_as_without(used: list[tuple[int, bool]], monke
     sampled()
     text = sampled()
     assert any(ready for _, ready in used)
-    monkeypatch.setattr(CandidatePass, "expect", lambda *_, **__: None)
+    monkeypatch.setattr(RunAhead, "expect", lambda *_, **__: None)
     assert torch.equal(sampled(), text)
 
 
