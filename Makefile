@@ -61,7 +61,7 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli input_rows map_cache memory_plan \
 	out_of_memory output output_on_disk prefetch row_results) \
 	tests/fused/test_kernels.py \
-	$(patsubst %,tests/test_%.py,config evaluate_modules graphs live_plots plain_step recorded_function signals statistics \
+	$(patsubst %,tests/test_%.py,config evaluate_modules graphs live_plots run_ahead_plain recorded_function signals statistics \
 	timing transfers verification)
 
 test-oldest: $(OLDEST)/.installed

@@ -12,11 +12,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_dsde import compat, refusals
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.loop import SpeculativeLoop
+from hf_dsde.loop_builder import build_loop
 from hf_dsde.outputs import Recording, SpeculativeGenerateOutput, StepRecorder
 from hf_dsde.policies.base import StoppingPolicy
-from hf_dsde.runners import create_runner
 from hf_dsde.sampling import BlockProcessor
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.statistics import StatisticsRecorder
@@ -108,16 +107,6 @@ def generate_speculatively(
     )
     new_tokens = min(sequences.max_new_tokens, RESERVED_NEW_TOKENS)
     capacity = max(sequences.prompt_lengths) + new_tokens + config.max_draft_length
-    process = BlockProcessor(logits_processor)
-    drafter = ModelDrafter(
-        draft,
-        sequences,
-        vocabulary_size=model.config.get_text_config(decoder=True).vocab_size,
-        process=process,
-        do_sample=bool(generation_config.do_sample),
-        capacity=capacity,
-        config=config,
-    )
     wants_scores = generation_config.return_dict_in_generate and generation_config.output_scores
     wants_logits = generation_config.return_dict_in_generate and generation_config.output_logits
     recording = Recording(
@@ -125,12 +114,14 @@ def generate_speculatively(
         logits=StepRecorder(sequences.rows) if wants_logits else None,
     )
     recorder = StatisticsRecorder(sequences.rows, speculation.policy.name)
-    loop = SpeculativeLoop(
-        target=create_runner(model, sequences.rows, capacity, config),
-        drafter=drafter,
+    loop = build_loop(
+        SpeculativeLoop,
+        model,
+        draft,
+        sequences,
+        capacity=capacity,
         policy=speculation.policy,
-        sequences=sequences,
-        process=process,
+        process=BlockProcessor(logits_processor),
         stopping=Stopping(stopping_criteria, sequences),
         statistics=recorder,
         do_sample=bool(generation_config.do_sample),

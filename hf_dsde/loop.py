@@ -9,7 +9,6 @@ either, nor the pass for lengths that it does not need yet.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,15 +24,15 @@ from hf_dsde.drafting.base import CandidateBatch, Drafter
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.outputs import Recording
 from hf_dsde.policies.base import BatchInfo, PhaseTimes, Signal, StoppingPolicy
+from hf_dsde.prefill import Prefill
 from hf_dsde.recorded_function import function_recorder
 from hf_dsde.round_log import RoundLog, RoundRecord
 from hf_dsde.round_outcome import FinishedRound, outcome_of
-from hf_dsde.round_plan import RoundPlan, next_plan
+from hf_dsde.round_plan import RoundPlan, next_plan, usable_lengths
 from hf_dsde.run_ahead import RunAhead
 from hf_dsde.runner import ModelRunner
 from hf_dsde.sampling import ScoreProcessor
 from hf_dsde.sequences import SequenceBatch
-from hf_dsde.spans import Span
 from hf_dsde.stopping import Stopping
 from hf_dsde.timing import PhaseClock, TimedPolicy
 from hf_dsde.token_feed import TokenFeed
@@ -93,6 +92,7 @@ class SpeculativeLoop:
         self._stopping = stopping
         self._statistics = statistics
         self._clock = PhaseClock(sequences.device)
+        self._prefill = Prefill(target, drafter, sequences, statistics, self._clock)
         self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
         self._log = RoundLog(statistics, lambda: self.recording_costs)
         self._ahead = RunAhead(self._verification, drafter, sequences, policy)
@@ -136,12 +136,17 @@ class SpeculativeLoop:
 
     def _begin(self) -> RoundPlan:
         """Store the prompts and plan the first round."""
-        self._prefill()
+        longest = max(self._sequences.prompt_lengths)
+        with self._prefill.timed():
+            self._prefill.store_prompts()
+            self._verification.measure(longest)
+            if Signal.COSTS in self._policy.requires:
+                self._log.costs = live_costs(self._target, self._drafter, self._config, longest)
         self._start_policy()
         everyone = torch.ones(self._sequences.rows, dtype=torch.bool, device=self._sequences.device)
         lengths = self._bounded(self._policy.draft_lengths(), everyone)
         plan = self._next_plan(None, lengths, lengths.tolist())
-        self._prefill_draft(plan, wait=True)
+        self._prefill.read_draft(plan, wait=True)
         self._log.skip_recordings()  # those of measuring costs disturb no round
         return plan
 
@@ -156,7 +161,7 @@ class SpeculativeLoop:
     def _round(self, plan: RoundPlan) -> RoundPlan:
         """Draft, verify, commit, observe; return the plan of the next round."""
         ahead, sequences = self._ahead, self._sequences
-        self._prefill_draft(plan, wait=False)
+        self._prefill.read_draft(plan, wait=False)
         self._clock.start(seamless=ahead.overlaps)
         candidates = self._draft(plan)
         self._clock.mark(again=ahead.plain_begun)
@@ -200,8 +205,7 @@ class SpeculativeLoop:
             return []
         if not self._policy.stops_inside_round:
             return plan.pass_counts  # the host knows them
-        lengths = candidates.lengths.tolist()
-        return [length + 1 if active else 0 for length, active in zip(lengths, plan.active_rows, strict=True)]
+        return torch.where(plan.active, candidates.lengths + 1, 0).tolist()
 
     def _probes(self, index: int) -> bool:
         """Whether this round measures a plain step."""
@@ -217,13 +221,11 @@ class SpeculativeLoop:
         return self._policy.draft_lengths()
 
     def _bounded(self, lengths: Tensor, active: Tensor) -> Tensor:
-        """Lower the policy's lengths to what a row can use: the bonus token takes one of the tokens that remain."""
-        lengths = torch.where(active, lengths.clamp(0, self._config.max_draft_length), 0)
-        if self._config.fill_to_batch:
-            lengths = torch.where(active, lengths.max(), 0)
-        lengths = torch.minimum(lengths, (self._sequences.remaining - 1).clamp_min(0))
-        room = self._drafter.room(self._sequences)
-        return lengths if room is None else torch.minimum(lengths, room)
+        """Lower the policy's lengths to what rows can use."""
+        config, room = self._config, self._drafter.room(self._sequences)
+        return usable_lengths(
+            lengths, active, self._sequences.remaining, room, config.max_draft_length, fill=config.fill_to_batch
+        )
 
     def _hand_out(self, done: FinishedRound, emitted: list[int], ends: Sequence[int]) -> None:
         """End rows, and give scores and tokens that became certain to whoever wants them."""
@@ -238,19 +240,7 @@ class SpeculativeLoop:
         if not self._ahead.overlaps:
             self._clock.mark()
         self._times = self._clock.read(self._policy.take_seconds())
-        self._log.add(
-            RoundRecord(
-                done.plan,
-                self._times,
-                drafted,
-                accepted,
-                emitted,
-                draft_steps=done.candidates.steps,
-                pass_width=done.candidates.width + 1,
-                pass_rows=len(self._target.live_rows),
-                packed_tokens=done.packed_tokens,
-            )
-        )
+        self._log.add(RoundRecord.of(done, self._times, drafted, accepted, emitted, len(self._target.live_rows)))
         if not self._ahead.overlaps:
             self._log.flush()
 
@@ -277,31 +267,6 @@ class SpeculativeLoop:
             self._drafter.keep_rows(rows)
             if self._log.costs is not None:
                 self._log.costs.set_rows(len(self._target.live_rows))
-
-    def _prefill(self) -> None:
-        """Store prompts, but for their last tokens, in the target's cache; measure costs if the policy needs them."""
-        sequences = self._sequences
-        started = time.perf_counter()
-        spans = [Span(row, 0, length - 1) for row, length in enumerate(sequences.prompt_lengths)]
-        self._target.store(spans, sequences.tokens_at(spans))
-        self._verification.measure(max(sequences.prompt_lengths))
-        if Signal.COSTS in self._policy.requires:
-            self._log.costs = live_costs(self._target, self._drafter, self._config, max(sequences.prompt_lengths))
-        self._record_prefill(started, wait=True)
-
-    def _prefill_draft(self, plan: RoundPlan, *, wait: bool) -> None:
-        """Let the drafter read the texts of rows that draft for the first time. Without drafts it reads none."""
-        started = time.perf_counter()
-        rows = [row for row, length in enumerate(plan.length_counts) if length]
-        if rows and self._drafter.prefill(self._sequences, rows):
-            self._clock.restart()  # it is no part of the round
-            self._record_prefill(started, wait=wait)
-
-    def _record_prefill(self, started: float, *, wait: bool) -> None:
-        """Count the time since `started`; that of the device too if somebody may wait for it."""
-        if wait and self._sequences.device.type == "cuda":
-            torch.cuda.synchronize(self._sequences.device)
-        self._statistics.record_prefill(time.perf_counter() - started)
 
     def _start_policy(self) -> None:
         self._policy.start(

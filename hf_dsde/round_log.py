@@ -13,6 +13,7 @@ from hf_dsde.costs import LiveCosts
 from hf_dsde.counts import RoundRecorder
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.policies.base import PhaseTimes
+from hf_dsde.round_outcome import FinishedRound
 from hf_dsde.round_plan import RoundPlan
 
 
@@ -41,6 +42,29 @@ class RoundRecord:
     pass_width: int
     pass_rows: int
     packed_tokens: int | None
+
+    @classmethod
+    def of(
+        cls,
+        done: FinishedRound,
+        times: PhaseTimes,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        emitted: Sequence[int],
+        pass_rows: int,
+    ) -> RoundRecord:
+        """Return the record of a round that is over on the device."""
+        return cls(
+            plan=done.plan,
+            times=times,
+            drafted=drafted,
+            accepted=accepted,
+            emitted=emitted,
+            draft_steps=done.candidates.steps,
+            pass_width=done.candidates.width + 1,
+            pass_rows=pass_rows,
+            packed_tokens=done.packed_tokens,
+        )
 
     @property
     def charged_width(self) -> int:

@@ -80,6 +80,26 @@ class RoundPlan:
         return self.next_plain_streak >= rounds and self.deferred is None
 
 
+def usable_lengths(
+    lengths: Tensor, active: Tensor, remaining: Tensor, room: Tensor | None, longest: int, *, fill: bool
+) -> Tensor:
+    """Return a policy's lengths, lowered to what rows can use, `[rows]`, int64.
+
+    Args:
+        lengths: What the policy wants, `[rows]`, int64.
+        active: Rows still being generated, `[rows]`, bool.
+        remaining: Tokens that each row may still emit, `[rows]`, int64. The bonus token takes one of them.
+        room: Tokens that the drafter can draft for each row, `[rows]`, int64; None if there is no limit.
+        longest: The longest draft of any row.
+        fill: Whether every active row drafts as many tokens as the batch's longest.
+    """
+    lengths = torch.where(active, lengths.clamp(0, longest), 0)
+    if fill:
+        lengths = torch.where(active, lengths.max(), 0)
+    lengths = torch.minimum(lengths, (remaining - 1).clamp_min(0))
+    return lengths if room is None else torch.minimum(lengths, room)
+
+
 def next_plan(
     previous: RoundPlan | None,
     lengths: Tensor,

@@ -17,12 +17,10 @@ from hf_dsde.batch.refill_loop import FinishedText, RefillLoop, RowSetup
 from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.batch.row_stopping import RowStopping
-from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.generation import Speculation
-from hf_dsde.outputs import Recording
-from hf_dsde.runners import create_runner, release_memory
+from hf_dsde.loop_builder import build_loop
+from hf_dsde.runners import release_memory
 from hf_dsde.sequences import SequenceBatch
-from hf_dsde.token_feed import TokenFeed
 from hf_dsde.torch_modes import lasting
 
 HEADROOM = 1.5
@@ -160,35 +158,24 @@ class BatchEngine:
             process = RowProcessors([preparation.processors_for(request) for request in requests])
         else:
             process = RowProcessors([preparation.processors])
-        drafter = ModelDrafter(
+        return build_loop(
+            RefillLoop,
+            self.model,
             self.draft,
             sequences,
-            vocabulary_size=self.model.config.get_text_config(decoder=True).vocab_size,
-            process=process,
-            do_sample=preparation.do_sample,
             capacity=capacity,
-            config=config,
-        )
-        target = create_runner(self.model, len(requests), capacity, config)
-        for cache in (target.cache, drafter.cache):
-            cache.limit = admission.slots
-        return RefillLoop(
+            cache_limit=admission.slots,
             requests=requests,
             admission=admission if self.refill else Admission([], 0),
             setup=RowSetup(
                 preparation.criteria_for, preparation.processors_for if preparation.processors is None else None
             ),
-            target=target,
-            drafter=drafter,
             policy=self.speculation.policy,
-            sequences=sequences,
             process=process,
             stopping=RowStopping(preparation.end_tokens, sequences, list(map(preparation.criteria_for, requests))),
             statistics=RowCounter(len(requests), self.statistics),
             do_sample=preparation.do_sample,
             config=config,
-            recording=Recording(),
-            feed=TokenFeed(None, len(requests)),
         )
 
 

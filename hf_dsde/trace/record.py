@@ -21,15 +21,13 @@ from transformers import BatchEncoding, EosTokenCriteria, MaxLengthCriteria, Sto
 from hf_dsde import compat, demo, provenance, refusals
 from hf_dsde.argument_checks import check_flag, check_integer
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.loop import SpeculativeLoop
+from hf_dsde.loop_builder import build_loop
 from hf_dsde.pairs import Pair
-from hf_dsde.runners import create_runner
 from hf_dsde.sampling import BlockProcessor
 from hf_dsde.sequences import SequenceBatch
 from hf_dsde.statistics import StatisticsRecorder
 from hf_dsde.stopping import Stopping
-from hf_dsde.token_feed import TokenFeed
 from hf_dsde.trace.position_signals import position_signals
 from hf_dsde.trace.prompts import Prompt
 from hf_dsde.trace.rounds import RoundNotes, RoundRecording, WatchingPolicy
@@ -178,28 +176,19 @@ def _generate(
         pad_token=pair.tokenizer.pad_token_id,
     )
     capacity = max(sequences.prompt_lengths) + settings.max_new_tokens + settings.draft_length
-    process = BlockProcessor([])
-    drafter = ModelDrafter(
+    loop = build_loop(
+        SpeculativeLoop,
+        pair.target,
         pair.draft,
         sequences,
-        vocabulary_size=pair.target.config.get_text_config(decoder=True).vocab_size,
-        process=process,
-        do_sample=batch.temperature > 0,
         capacity=capacity,
-        config=config,
-    )
-    loop = SpeculativeLoop(
-        target=create_runner(pair.target, sequences.rows, capacity, config),
-        drafter=drafter,
         policy=policy,
-        sequences=sequences,
-        process=process,
+        process=BlockProcessor([]),
         stopping=Stopping(_criteria(pair, input_ids, settings.max_new_tokens), sequences),
         statistics=StatisticsRecorder(sequences.rows, policy.name),
         do_sample=batch.temperature > 0,
         config=config,
         recording=recording,
-        feed=TokenFeed(None, sequences.rows),
     )
     devices = {model.device for model in (pair.target, pair.draft) if model.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):

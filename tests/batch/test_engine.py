@@ -24,8 +24,7 @@ from transformers import (
 )
 
 import hf_dsde
-from hf_dsde import SpeculationConfig
-from hf_dsde.batch import engine as engine_module
+from hf_dsde import SpeculationConfig, loop_builder
 from hf_dsde.batch.admission import CacheBudget, Refilling
 from hf_dsde.batch.engine import BatchEngine
 from hf_dsde.batch.preparation import Preparation
@@ -305,7 +304,7 @@ class Caches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Any] = []
-        make, draft = engine_module.create_runner, engine_module.ModelDrafter
+        make, draft = loop_builder.create_runner, loop_builder.ModelDrafter
 
         def create_runner(*arguments: Any) -> Any:
             runner = make(*arguments)
@@ -317,8 +316,8 @@ class Caches:
             self.made.append((model, sequences.rows, drafter.cache))
             return drafter
 
-        monkeypatch.setattr(engine_module, "create_runner", create_runner)
-        monkeypatch.setattr(engine_module, "ModelDrafter", make_drafter)
+        monkeypatch.setattr(loop_builder, "create_runner", create_runner)
+        monkeypatch.setattr(loop_builder, "ModelDrafter", make_drafter)
 
     def bytes(self) -> list[int]:
         """Bytes of each pair of caches, by their tensors."""

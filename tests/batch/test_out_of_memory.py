@@ -12,6 +12,7 @@ import torch
 from resumed_job import generator, prompts
 from watched_forward import watch
 
+from hf_dsde import loop_builder
 from hf_dsde.batch import engine
 from hf_dsde.batch.engine import BatchSizeWarning
 from hf_dsde.batch.output import read_results
@@ -87,14 +88,14 @@ def test_memory_that_runs_out_while_a_row_is_refilled_loses_neither_text_nor_pro
 
 
 def test_memory_that_runs_out_before_there_are_caches_halves_the_batch(undisturbed, monkeypatch):
-    create = engine.create_runner
+    create = loop_builder.create_runner
 
     def failing(model, rows, capacity, config):
         if rows > 2:
             raise out_of_memory()
         return create(model, rows, capacity, config)
 
-    monkeypatch.setattr(engine, "create_runner", failing)
+    monkeypatch.setattr(loop_builder, "create_runner", failing)
     made = generator(batch_size=16)
     with pytest.warns(BatchSizeWarning) as caught:
         results = list(made.stream(ROWS))
@@ -157,7 +158,7 @@ def test_memory_that_runs_out_at_random_changes_no_text(undisturbed, seed, tmp_p
 
 
 def test_the_caches_that_did_not_fit_are_gone_when_memory_is_given_back(monkeypatch):
-    create = engine.create_runner
+    create = loop_builder.create_runner
     runners: list[weakref.ref] = []
     alive: list[int] = []
 
@@ -166,7 +167,7 @@ def test_the_caches_that_did_not_fit_are_gone_when_memory_is_given_back(monkeypa
         runners.append(weakref.ref(runner))
         return runner
 
-    monkeypatch.setattr(engine, "create_runner", watched)
+    monkeypatch.setattr(loop_builder, "create_runner", watched)
     monkeypatch.setattr(
         engine, "release_memory", lambda _: alive.append(sum(runner() is not None for runner in runners))
     )
