@@ -42,8 +42,9 @@ AFTERWARDS = "timing.py::seconds_until"
 """Reads marks in front of what the round has waited for: they have passed."""
 SETTING_UP = {
     "generation.py::_scalar",
-    "loop.py::_first_request",
-    "loop.py::_prefill",
+    "loop.py::_begin",
+    "prefill.py::store_prompts",
+    "prefill.py::_record",
     "loop.py::_start_policy",
     "policies/acceptance_model.py::__init__",
     "refusals.py::_check_positions",

@@ -17,7 +17,7 @@ import hf_dsde
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 EACH_ROUND = "transfers.py::wait"
-SETTING_UP = {"sequences.py::__init__", "loop.py::_first_request", "loop.py::_prefill"}
+SETTING_UP = {"sequences.py::__init__", "loop.py::_begin"}
 """Where a call may look once or twice, however long its text gets."""
 
 
@@ -95,5 +95,5 @@ def test_rows_of_a_job_are_ended_and_handed_out_without_another_look(monkeypatch
     assert {result.finish_reason for result in results} >= {"length", "stop"}
     assert noted.pop(EACH_ROUND) >= max(limits) / 3
     # Rows that begin another text draft as many tokens as the policy says then.
-    assert noted.pop("batch/refill_loop.py::_request") <= len(rows)
+    assert noted.pop("batch/refill_loop.py::_next_plan") <= len(rows)
     assert set(noted) <= SETTING_UP, noted
