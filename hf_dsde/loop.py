@@ -94,7 +94,7 @@ class SpeculativeLoop:
         self._clock = PhaseClock(sequences.device)
         self._prefill = Prefill(target, drafter, sequences, statistics, self._clock)
         self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
-        self._log = RoundLog(statistics, lambda: self.recording_costs)
+        self._log = RoundLog(statistics)
         self._ahead = RunAhead(self._verification, drafter, sequences, policy)
         self._times: PhaseTimes | None = None
 
@@ -147,7 +147,7 @@ class SpeculativeLoop:
         lengths = self._bounded(self._policy.draft_lengths(), everyone)
         plan = self._next_plan(None, lengths, lengths.tolist())
         self._prefill.read_draft(plan, wait=True)
-        self._log.skip_recordings()  # those of measuring costs disturb no round
+        self._log.skip_recordings(self.recording_costs.passes)  # those of measuring costs disturb no round
         return plan
 
     def _finish(self) -> None:
@@ -240,7 +240,8 @@ class SpeculativeLoop:
         if not self._ahead.overlaps:
             self._clock.mark()
         self._times = self._clock.read(self._policy.take_seconds())
-        self._log.add(RoundRecord.of(done, self._times, drafted, accepted, emitted, len(self._target.live_rows)))
+        record = RoundRecord.of(done, self._times, drafted, accepted, emitted, len(self._target.live_rows))
+        self._log.add(record, self.recording_costs.passes)
         if not self._ahead.overlaps:
             self._log.flush()
 

@@ -6,12 +6,11 @@ host work at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_dsde.costs import LiveCosts
 from hf_dsde.counts import RoundRecorder
-from hf_dsde.graphs import RecordingCosts
 from hf_dsde.policies.base import PhaseTimes
 from hf_dsde.round_outcome import FinishedRound
 from hf_dsde.round_plan import RoundPlan
@@ -79,29 +78,31 @@ class RoundLog:
 
     Args:
         statistics: Count rounds.
-        recording_costs: What recording passes has cost so far. The seconds of a round in which passes were recorded say
-            nothing about later rounds.
 
     Attributes:
         costs: Learn what passes take; None if nobody needs to know.
     """
 
-    def __init__(self, statistics: RoundRecorder, recording_costs: Callable[[], RecordingCosts]) -> None:
+    def __init__(self, statistics: RoundRecorder) -> None:
         self.costs: LiveCosts | None = None
         self._statistics = statistics
-        self._recording_costs = recording_costs
         self._passes_before = 0
         self._pending: tuple[RoundRecord, int] | None = None
 
-    def skip_recordings(self) -> None:
-        """Charge passes that were recorded since the last round to no round."""
-        self._passes_before = self._recording_costs().passes
+    def skip_recordings(self, recorded: int) -> None:
+        """Charge none of the passes that have been `recorded` so far to a round."""
+        self._passes_before = recorded
 
-    def add(self, record: RoundRecord) -> None:
-        """Keep a round until the next `flush`."""
-        before = self._passes_before
-        self.skip_recordings()
-        self._pending = record, self._passes_before - before
+    def add(self, record: RoundRecord, recorded: int) -> None:
+        """Keep a round until the next `flush`.
+
+        Args:
+            record: The round.
+            recorded: Passes that have been recorded so far. The seconds of a round in which passes were recorded say
+                nothing about later rounds.
+        """
+        self._pending = record, recorded - self._passes_before
+        self._passes_before = recorded
 
     def flush(self) -> None:
         """Pass the round on that was kept."""

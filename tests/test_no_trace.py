@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ from transformers import (
 )
 
 import hf_dsde
-from hf_dsde import compat
+from hf_dsde import compat, loop_builder
 from hf_dsde.policies import RoundOutcome
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -230,3 +231,25 @@ def test_memory_is_flat_over_many_calls(policy: str) -> None:
         speculative(target, draft, inputs, policy, max_new_tokens=2)
     assert _live_tensors() == tensors
     assert len(gc.get_objects()) - objects < 40, "less than one object in three calls"
+
+
+@pytest.mark.parametrize("policy", ["dsde", "goodput"])
+def test_nothing_of_a_call_waits_for_the_garbage_collector(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would come at any time, as while a pass is recorded, when recorded passes of other calls must not go."""
+    runners: list[weakref.ref[Any]] = []
+    create = loop_builder.create_runner
+
+    def watched(*arguments: Any) -> Any:
+        runner = create(*arguments)
+        runners.append(weakref.ref(runner))
+        return runner
+
+    monkeypatch.setattr(loop_builder, "create_runner", watched)
+    target, draft = pair("llama", "half", num_hidden_layers=1)
+    gc.disable()
+    try:
+        speculative(target, draft, ragged_batch([2, 1]), policy, max_new_tokens=6)
+        (runner,) = runners
+        assert runner() is None
+    finally:
+        gc.enable()
