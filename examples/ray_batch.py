@@ -83,7 +83,7 @@ def main(
         int | None, typer.Option(min=1, help="Rows that an actor gets at a time; 16 batches if not given.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens behind each prompt.")] = 256,
-    speculation_policy: Annotated[str, typer.Option(help="How many tokens each row drafts.")] = "dsde",
+    speculation_policy: Annotated[str, typer.Option(help="How many tokens each row drafts.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Of both models.")] = "bfloat16",
 ) -> None:
     """Generate for every line of the input."""

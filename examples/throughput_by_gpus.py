@@ -107,7 +107,7 @@ def process(
     rows: Rows = None,
     batch_size: BatchSize = 32,
     max_new_tokens: MaxNewTokens = 256,
-    policy: Policy = "dsde",
+    policy: Policy = "auto",
     dtype: DType = "bfloat16",
     repeats: int = 1,
 ) -> None:
@@ -166,7 +166,7 @@ def compare(
     rows: Rows = None,
     batch_size: BatchSize = 32,
     max_new_tokens: MaxNewTokens = 256,
-    policy: Policy = "dsde",
+    policy: Policy = "auto",
     dtype: DType = "bfloat16",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each launch; the median counts.")] = 1,
     output: Annotated[Path | None, typer.Option(help="JSON file for the measurements.")] = None,
@@ -229,7 +229,7 @@ def spread(
     rows: Rows = 64,
     batch_size: BatchSize = 16,
     max_new_tokens: MaxNewTokens = 64,
-    policy: Policy = "dsde",
+    policy: Policy = "auto",
     dtype: DType = "float32",
 ) -> None:
     """Compare the texts of a pair on one device with those of a pair on two."""

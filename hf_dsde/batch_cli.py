@@ -16,7 +16,7 @@ from rich.text import Text
 
 from hf_dsde import pairs
 from hf_dsde.argument_checks import check_number
-from hf_dsde.batch.generator import BatchGenerator, RowError
+from hf_dsde.batch.generator import DEFAULT_POLICY, BatchGenerator, RowError
 from hf_dsde.batch.input_rows import STANDARD_INPUT, read_rows
 from hf_dsde.batch.job import InputRows, process_state
 from hf_dsde.batch.output_files import OutputPaths
@@ -70,7 +70,7 @@ def generate_command(
             "--policy",
             metavar="NAME",
             help="Policy that chooses the draft lengths.",
-            show_default="the config's, or dsde",
+            show_default=f"the config's, or {DEFAULT_POLICY}",
         ),
     ] = None,
     config: Annotated[
@@ -131,7 +131,14 @@ def generate_command(
         float | None,
         typer.Option("--top-p", help="Sample from the best tokens of this mass.", rich_help_panel=_TEXTS),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.", rich_help_panel=_TEXTS)] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Of the sampling. Gives the same texts again under policies that do not weigh costs, such as dsde.",
+            rich_help_panel=_TEXTS,
+        ),
+    ] = 0,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Texts under way at a time.", rich_help_panel=_BATCH)
     ] = 16,
@@ -260,7 +267,7 @@ def _check_output(
 
 
 def _speculation(policy: str | None, config: str | None) -> SpeculationConfig:
-    speculation = SpeculationConfig() if config is None else SpeculationConfig.from_pretrained(config)
+    speculation = SpeculationConfig(DEFAULT_POLICY) if config is None else SpeculationConfig.from_pretrained(config)
     return speculation if policy is None else speculation.replace(policy=policy)
 
 

@@ -18,7 +18,7 @@ from hf_dsde.policies.base import StoppingPolicy
 from hf_dsde.policies.registry import create_policy
 
 CONFIG_NAME = "speculation_config.json"
-RUNNERS = ("eager", "graph", "compile")
+RUNNERS = ("eager", "graph")
 VERIFICATIONS = ("auto", "padded", "packed")
 
 
@@ -31,9 +31,8 @@ class SpeculationConfig:
         policy_arguments: Keyword arguments of that policy, as JSON holds them (tuples become lists).
         max_draft_length: The most tokens any row drafts in a round, whatever the policy asks for.
         fill_to_batch: Whether every active row drafts as many tokens as the batch's longest. Free in a padded pass.
-        runner: How forward passes are run: `eager`; `graph`, which records them as CUDA graphs; or `compile`, which has
-            torch.compile fuse their kernels first, for tens of seconds per shape. None takes `graph` on a CUDA device
-            and `eager` elsewhere.
+        runner: How forward passes are run: `eager`, or `graph`, which records them as CUDA graphs. None takes `graph`
+            on a CUDA device and `eager` elsewhere.
         fused_layers: Whether a recorded pass of a model of a known structure uses this package's kernels between the
             model's matrix products.
         verification: `padded`, where all rows have as many columns as the longest; `packed`, where the tokens of

@@ -64,7 +64,6 @@ class GraphRunner(EagerRunner):
         fused: Runs the model's layers with fewer kernels; None to record the model's own forward pass.
         key: What has to be equal for what an earlier call has recorded to be used; None to record everything.
         make_capture: Called when there is no workspace to reuse; returns what records passes.
-        forward: Stands in for the model when its own forward pass is recorded, such as a compiled one.
         widths: Block widths that are recorded, ascending; None for those of any runner.
         on_failure: Called with the exception of a pass that could not be recorded; the runner then goes on eagerly.
     """
@@ -80,12 +79,10 @@ class GraphRunner(EagerRunner):
         key: Key | None,
         make_capture: Callable[[], Capture],
         on_failure: Callable[[Exception], None],
-        forward: Callable[..., Any] | None = None,
         widths: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config)
-        self._forward = forward
-        self._compiles = forward is not None or is_compiled(model)
+        self._compiles = is_compiled(model)
         self._width_buckets = widths or self._width_buckets
         self._fused = fused
         self._on_failure = on_failure
@@ -334,7 +331,7 @@ class GraphRunner(EagerRunner):
             buffers.masks.clear()
             self._fill_masks(buffers, view)
             self.cache.aim(buffers.positions, view)
-            logits = self._execute(buffers, kept, self._forward)
+            logits = self._execute(buffers, kept)
             torch.clear_autocast_cache()
             return logits
 

@@ -315,24 +315,23 @@ class ModelRunner(ABC):
         return visible
 
     @abstractmethod
-    def _execute(self, buffers: BlockBuffers, keep: int, forward: Callable[..., Any] | None = None) -> Tensor:
+    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
         """Run the model on the buffers; return the logits of at least the last `keep` columns, in its own dtype.
 
         With `keep` 0 no head is run, where the model can do without.
-        `forward` stands in for the model, such as its compiled forward pass.
         """
 
 
 class EagerRunner(ModelRunner):
     """Calls the model's `forward` for every block."""
 
-    def _execute(self, buffers: BlockBuffers, keep: int, forward: Callable[..., Any] | None = None) -> Tensor:
+    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
         masks = buffers.masks
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
             arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
         with self._autocast.held():  # the cache has the dtype that the first pass had
-            output = (forward or self.model)(
+            output = self.model(
                 input_ids=buffers.tokens,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
                 position_ids=buffers.position_ids,

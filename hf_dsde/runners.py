@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,8 +22,6 @@ from hf_dsde.runner import EagerRunner, ModelRunner
 from hf_dsde.workspaces import workspace_key, workspaces
 from hf_dsde.wrappers import innermost
 
-COMPILED_SHAPES = 64
-"""Shapes of a model's pass that torch.compile may keep; its own limit is lower than the number of shapes in a text."""
 KEPT_FAILURES = 4
 """States of a model in which recording failed that are remembered."""
 
@@ -68,7 +65,7 @@ def create_runner(
             "CUDA device, or use SpeculationConfig(runner=None), which chooses what the device can do."
         )
         raise ValueError(msg)
-    fused = wanted == "graph" and config.fused_layers and why_not_fused(model) is None
+    fused = config.fused_layers and why_not_fused(model) is None
     reason = why_not_recorded(model)
     if reason is None:
         key = workspace_key(model, rows, config, fused)
@@ -98,7 +95,6 @@ def create_runner(
         key=key,
         make_capture=partial(capture_on, model.device),
         on_failure=on_failure,
-        forward=compiled_forward(model) if wanted == "compile" else None,
         widths=config.width_buckets or recorded_widths,
     )
 
@@ -141,23 +137,6 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     if hooked:
         return f"hooks run in its forward pass, the first in {hooked[0] or 'the model itself'!r}"
     return None
-
-
-def compiled_forward(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
-    """Return the model's forward pass through torch.compile, which fuses kernels at the first call of each shape.
-
-    Args:
-        model: In evaluation.
-        backend: As torch.compile takes it.
-    """
-    compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=False, backend=backend)
-
-    def forward(*arguments: Any, **named: Any) -> Any:
-        limit = max(torch._dynamo.config.recompile_limit, COMPILED_SHAPES)
-        with torch._dynamo.config.patch(recompile_limit=limit):
-            return compiled(*arguments, **named)
-
-    return forward
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:

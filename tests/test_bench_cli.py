@@ -160,6 +160,8 @@ def test_failures_are_shown_below_the_tables(bench):
     ("arguments", "message"),
     [
         (("--policy", "dsed"), "dsed"),
+        (("--policy", "static:1@compile"), "'compile', but one of 'eager', 'graph'"),
+        (("--runner", "compile"), "'compile', but one of 'eager', 'graph'"),
         (("--policy", "static:1", "--policy", "static:1"), "none of them twice"),
         (("--baseline", "beam"), "'generate_static'"),
         (("--pair", "7B"), "8B/deep-1B-strong"),

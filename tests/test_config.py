@@ -108,6 +108,11 @@ class TestHub:
         with pytest.raises(ValueError, match=r"speculation_config\.json holds no valid speculation config: ."):
             SpeculationConfig.from_pretrained(tmp_path)
 
+    def test_a_file_that_names_no_runner_of_ours_is_told_which_there_are(self, tmp_path: Path) -> None:
+        (tmp_path / CONFIG_NAME).write_text('{"runner": "compile"}')
+        with pytest.raises(ValueError, match=r"speculation_config\.json holds.*'compile', but one of 'eager', 'graph'"):
+            SpeculationConfig.from_pretrained(tmp_path)
+
     def test_saving_over_a_file_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(NotADirectoryError, match="which is a file"):
@@ -170,6 +175,7 @@ class TestReplace:
         ({"max_draft_length": 8.0}, TypeError, ["`max_draft_length` is 8.0"]),
         ({"fill_to_batch": 1}, TypeError, ["`fill_to_batch` is 1", "True or False"]),
         ({"runner": "fast"}, ValueError, ["`runner` is 'fast'", "'eager'"]),
+        ({"runner": "compile"}, ValueError, ["`runner` is 'compile', but one of 'eager', 'graph'"]),
         ({"width_buckets": ()}, ValueError, ["`width_buckets` is ()", "ascending"]),
         ({"width_buckets": (8, 4)}, ValueError, ["`width_buckets` is (8, 4)", "ascending"]),
         ({"width_buckets": (0, 4)}, ValueError, ["at least 1"]),

@@ -349,11 +349,13 @@ def test_recorded_passes_survive_a_cache_that_grows(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler would use them, which float32 is not
-def test_compiled_passes_are_recorded_and_keep_the_text() -> None:
+def test_passes_that_the_user_has_compiled_are_recorded_and_keep_the_text() -> None:
     target, draft = (model.to(CUDA) for model in (tiny_model().float(), noisy_copy(tiny_model().float(), 0.05)))
     expected = target.generate(**batch(), max_new_tokens=24, do_sample=False)
     hf_dsde.enable(target)
-    config = SpeculationConfig(runner="compile")
+    for model in (target, draft):
+        model.compile(dynamic=False)
+    config = SpeculationConfig(fused_layers=False)
     for recorded_now in (True, False):
         with warnings.catch_warnings():
             warnings.simplefilter("error", RunnerWarning)  # it would be run eagerly

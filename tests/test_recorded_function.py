@@ -269,7 +269,7 @@ def test_what_cannot_be_recorded_is_run_as_it_is_with_one_warning(failure: str) 
         assert_same(record(lambda x: (x + 1,))(x), (x + 1,))
 
 
-@pytest.mark.parametrize(("runner", "records"), [(None, True), ("graph", True), ("compile", True), ("eager", False)])
+@pytest.mark.parametrize(("runner", "records"), [(None, True), ("graph", True), ("eager", False)])
 def test_policies_record_where_passes_are_recorded(
     runner: str | None, records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

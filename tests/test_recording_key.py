@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import ragged_batch, tiny_model
 from transformers import PreTrainedModel
 from typing_extensions import Self
 
+import hf_dsde
+from hf_dsde import runners
 from hf_dsde.recording_key import is_compiled, recording_key
 
 
@@ -113,3 +115,55 @@ def test_what_the_user_has_compiled_is_found_and_told_apart(how: Callable[[PreTr
     assert is_compiled(model)
     assert recording_key(model) == recording_key(model) != before
     assert recording_key(model) is not None
+
+
+class _Rerun:
+    """Runs the body again, as a replay runs the kernels again."""
+
+    def __init__(self, body: Callable[[], torch.Tensor]) -> None:
+        self._body, self.output = body, body().clone()
+
+    def __call__(self) -> None:
+        self.output.copy_(self._body())
+
+
+class _TellingCapture:
+    """Tells when it records, which is when nothing may be compiled."""
+
+    bytes = 0
+
+    def __init__(self) -> None:
+        self.records, self.recorded = False, 0
+
+    def __call__(self, body: Callable[[], torch.Tensor]) -> _Rerun:
+        self.records, self.recorded = True, self.recorded + 1
+        with torch.no_grad():
+            replay = _Rerun(body)
+        self.records = False
+        return replay
+
+
+@pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+def test_what_the_user_has_compiled_is_compiled_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture, compiled_while_recording = _TellingCapture(), list[bool]()
+    monkeypatch.setattr(runners, "can_record", lambda device: True)
+    monkeypatch.setattr(runners, "capture_on", lambda device: capture)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled_while_recording.append(capture.records)
+        return graph.forward
+
+    target, draft = tiny_model("gpt2", num_hidden_layers=1), tiny_model("gpt2", num_hidden_layers=1)
+    inputs = ragged_batch([3, 5])
+    expected = target.generate(**inputs, max_new_tokens=6, do_sample=False)
+    target.compile(backend=backend, dynamic=False)
+    hf_dsde.enable(target)
+    torch._dynamo.reset()
+    output = target.generate(
+        **inputs, max_new_tokens=6, do_sample=False, assistant_model=draft, speculation_policy="static"
+    )
+    torch._dynamo.reset()
+    assert torch.equal(output, expected)
+    assert capture.recorded
+    assert compiled_while_recording
+    assert not any(compiled_while_recording)

@@ -33,6 +33,8 @@ from hf_dsde.policies.base import StoppingPolicy
 from hf_dsde.refusals import check_models
 from hf_dsde.wrappers import unwrapped
 
+DEFAULT_POLICY = "auto"
+"""The policy of a data set where nobody has chosen one: rows come and go, and what drafting gains changes with them."""
 ON_ERROR = ("record", "raise")
 AHEAD = 4
 """Requests that are read and tokenised in advance, in batches."""
@@ -65,7 +67,8 @@ class BatchGenerator(Fingerprinted):
         model: The target, in evaluation.
         tokenizer: Its tokenizer.
         assistant_model: The draft.
-        speculation_policy: A policy's name, a policy, or a `SpeculationConfig`.
+        speculation_policy: A policy's name, a policy, or a `SpeculationConfig`. None takes the policy of
+            `speculation_config`, and `auto` where that is None too.
         speculation_config: Every other setting of speculation.
         batch_size: Rows of the batch, at least 1. Halved when the device runs out of memory.
         max_new_tokens: The most tokens behind each prompt.
@@ -96,7 +99,7 @@ class BatchGenerator(Fingerprinted):
         tokenizer: PreTrainedTokenizerBase,
         *,
         assistant_model: PreTrainedModel,
-        speculation_policy: str | StoppingPolicy | SpeculationConfig | None = "dsde",
+        speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
         speculation_config: SpeculationConfig | None = None,
         batch_size: int = 16,
         max_new_tokens: int = 256,
@@ -117,6 +120,8 @@ class BatchGenerator(Fingerprinted):
         self._cache_budget = None if cache_budget is None else check_integer("cache_budget", cache_budget, 1)
         self._refill = check_flag("refill", refill)
         self._on_error = check_choice("on_error", on_error, ON_ERROR)
+        if speculation_policy is None and speculation_config is None:
+            speculation_policy = DEFAULT_POLICY
         self._speculation = Speculation.of(speculation_policy, speculation_config)
         self._generate_kwargs = generate_kwargs
         self._preparation = Preparation(

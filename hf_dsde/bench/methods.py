@@ -124,7 +124,6 @@ class PolicyMethod(Method):
     def __init__(self, name: str, config: SpeculationConfig) -> None:
         self.name, self.config = name, config
         self.settings = config.to_dict()
-        self.compiles = config.runner == "compile"
         self._costs = CostMemory()
 
     def __call__(self, pair: Pair, inputs: BatchEncoding, request: Request) -> Answer:

@@ -234,7 +234,7 @@ def test_unknown_baselines_are_refused_with_the_known_ones():
     assert set(baselines.BASELINES) == {"generate", "generate_static", "assisted", "prompt_lookup"}
 
 
-def test_only_ours_by_name_of_compile_leaves_compiled_code():
+def test_of_these_only_the_static_cache_leaves_compiled_code():
     assert not PolicyMethod("dsde", SpeculationConfig()).compiles
     assert BASELINES["generate_static"].compiles
     assert not BASELINES["generate"].compiles
