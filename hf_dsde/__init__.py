@@ -1,24 +1,64 @@
 """Batched assisted generation for Hugging Face transformers, with a draft length per sequence."""
 
-from hf_dsde.batch.engine import BatchSizeWarning
-from hf_dsde.batch.generator import BatchGenerator, RowError
-from hf_dsde.batch.results import RowResult, RowStatistics
-from hf_dsde.config import SpeculationConfig
-from hf_dsde.drafting.layer_draft import load_draft
-from hf_dsde.integration import disable, enable, generate, install, uninstall
-from hf_dsde.outputs import SpeculativeGenerateOutput
-from hf_dsde.policies import (
-    ConfidencePolicy,
-    DSDEStoppingPolicy,
-    HeuristicPolicy,
-    StaticPolicy,
-    StoppingPolicy,
-    available_policies,
-    register,
-)
-from hf_dsde.runners import RunnerWarning, release_memory
-from hf_dsde.statistics import SpeculationStatistics, SpeculationWarning
-from hf_dsde.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_dsde.batch.engine import BatchSizeWarning
+    from hf_dsde.batch.generator import BatchGenerator, RowError
+    from hf_dsde.batch.results import RowResult, RowStatistics
+    from hf_dsde.config import SpeculationConfig
+    from hf_dsde.drafting.layer_draft import load_draft
+    from hf_dsde.integration import disable, enable, generate, install, uninstall
+    from hf_dsde.outputs import SpeculativeGenerateOutput
+    from hf_dsde.policies import (
+        ConfidencePolicy,
+        DSDEStoppingPolicy,
+        HeuristicPolicy,
+        StaticPolicy,
+        StoppingPolicy,
+        available_policies,
+        register,
+    )
+    from hf_dsde.runners import RunnerWarning, release_memory
+    from hf_dsde.statistics import SpeculationStatistics, SpeculationWarning
+    from hf_dsde.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
+else:
+    # `import hf_dsde` is to cost nothing that the caller does not use.
+    from hf_dsde.lazy_names import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(
+        __name__,
+        globals(),
+        {
+            "BatchGenerator": "hf_dsde.batch.generator",
+            "BatchIteratorStreamer": "hf_dsde.streamers",
+            "BatchSizeWarning": "hf_dsde.batch.engine",
+            "BatchStreamer": "hf_dsde.streamers",
+            "BatchTextStreamer": "hf_dsde.streamers",
+            "ConfidencePolicy": "hf_dsde.policies",
+            "DSDEStoppingPolicy": "hf_dsde.policies",
+            "HeuristicPolicy": "hf_dsde.policies",
+            "RowError": "hf_dsde.batch.generator",
+            "RowResult": "hf_dsde.batch.results",
+            "RowStatistics": "hf_dsde.batch.results",
+            "RunnerWarning": "hf_dsde.runners",
+            "SpeculationConfig": "hf_dsde.config",
+            "SpeculationStatistics": "hf_dsde.statistics",
+            "SpeculationWarning": "hf_dsde.statistics",
+            "SpeculativeGenerateOutput": "hf_dsde.outputs",
+            "StaticPolicy": "hf_dsde.policies",
+            "StoppingPolicy": "hf_dsde.policies",
+            "available_policies": "hf_dsde.policies",
+            "disable": "hf_dsde.integration",
+            "enable": "hf_dsde.integration",
+            "generate": "hf_dsde.integration",
+            "install": "hf_dsde.integration",
+            "load_draft": "hf_dsde.drafting.layer_draft",
+            "register": "hf_dsde.policies",
+            "release_memory": "hf_dsde.runners",
+            "uninstall": "hf_dsde.integration",
+        },
+    )
 
 __all__ = [
     "BatchGenerator",

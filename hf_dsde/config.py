@@ -14,8 +14,7 @@ from huggingface_hub import hf_hub_download
 
 from hf_dsde.argument_checks import check_choice, check_flag, check_integer
 from hf_dsde.costs import CostModel
-from hf_dsde.policies.base import StoppingPolicy
-from hf_dsde.policies.registry import create_policy
+from hf_dsde.policies import StoppingPolicy, create_policy
 
 CONFIG_NAME = "speculation_config.json"
 RUNNERS = ("eager", "graph")

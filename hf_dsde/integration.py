@@ -26,7 +26,7 @@ from hf_dsde import refusals
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.generation import Speculation, generate_speculatively
 from hf_dsde.outputs import SpeculativeGenerateOutput
-from hf_dsde.policies.base import StoppingPolicy
+from hf_dsde.policies import StoppingPolicy
 from hf_dsde.runners import release_memory
 from hf_dsde.wrappers import innermost, unwrapped
 

@@ -12,16 +12,16 @@ import time
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 _LONGEST_WORD = 32
 """Characters after which text is shown although no word has ended, as in Thai or in a long number."""
@@ -325,6 +325,8 @@ class _LiveDisplay:
     _SECONDS_BETWEEN_DRAWINGS = 0.1
 
     def __init__(self, rows: int, console: Console | None = None) -> None:
+        from rich.live import Live
+
         self._texts = [""] * rows
         self._ended = [False] * rows
         self._drawn_at = 0.0
@@ -348,6 +350,9 @@ class _LiveDisplay:
 
     def _table(self, whole: bool) -> Table:
         """All rows; while they grow only the end of each, so that the table fits the terminal."""
+        from rich.table import Table
+        from rich.text import Text
+
         width, height = self._live.console.size
         room = max(1, (height - 2) // len(self._texts)) * max(20, width - 8)
         table = Table.grid(padding=(0, 1))

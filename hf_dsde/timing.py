@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_dsde.policies.base import BatchInfo, DraftStep, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.policies import BatchInfo, DraftStep, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.torch_modes import without_autocast
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 KEPT_TOKENIZERS = 8
 """Tokenizers found beside models that are kept for further calls."""
@@ -77,6 +77,8 @@ def _cached(repository: str, file: str) -> str | None:
 
 @lru_cache(KEPT_TOKENIZERS)
 def _load(name_or_path: str, files: tuple[tuple[str, int], ...]) -> PreTrainedTokenizerBase | None:  # noqa: ARG001
+    from transformers import AutoTokenizer
+
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True)
     except (OSError, ValueError, ImportError):  # none there, none of a known kind, or a package it needs is missing

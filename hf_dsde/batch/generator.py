@@ -29,7 +29,7 @@ from hf_dsde.batch.requests import RejectedRow, Request, RequestBuilder
 from hf_dsde.batch.results import RowResult
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.generation import Speculation
-from hf_dsde.policies.base import StoppingPolicy
+from hf_dsde.policies import StoppingPolicy
 from hf_dsde.refusals import check_models
 from hf_dsde.wrappers import unwrapped
 

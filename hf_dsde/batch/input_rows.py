@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
-
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
-from pyarrow import csv
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from hf_dsde.argument_checks import check_choice
 from hf_dsde.batch.chat_prompts import TEMPLATE_COLUMNS
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    from pyarrow import csv
 
 STANDARD_INPUT = "-"
 PROMPT_COLUMNS = ("messages", "prompt", "text", "input_ids")
@@ -196,6 +196,9 @@ def _read_array(path: Path) -> Iterator[Any]:
 
 
 def _read_parquet(path: Path, column: str | None) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
     try:
         file = pq.ParquetFile(path)
     except pa.ArrowInvalid as failure:
@@ -224,6 +227,8 @@ def _is_json(kind: pa.DataType) -> bool:
 
 def _from_json(value: Any, kind: pa.DataType) -> Any:
     """The value with what JSON says in place of JSON, as Arrow keeps values of mixed types."""
+    import pyarrow as pa
+
     if value is None:
         return None
     if _is_json(kind):
@@ -236,6 +241,9 @@ def _from_json(value: Any, kind: pa.DataType) -> Any:
 
 
 def _read_csv(path: Path, column: str | None) -> Iterator[Any]:
+    import pyarrow as pa
+    from pyarrow import csv
+
     broken: deque[csv.InvalidRow] = deque()
 
     def remember(row: csv.InvalidRow) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hf_dsde.batch.results import RowStatistics
 from hf_dsde.counts import RecordedRound, ratio, settle
-from hf_dsde.policies.base import PhaseTimes
+from hf_dsde.policies import PhaseTimes
 
 _COUNTED = 4
 """Per row and round: whether it was active, and tokens drafted, accepted and emitted."""

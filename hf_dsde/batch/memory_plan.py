@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Group, RenderableType
-from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,6 +14,10 @@ from hf_dsde.batch.admission import Admission, CacheBudget
 from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.memory import free_bytes
 from hf_dsde.runner import next_multiple
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 _UNKNOWN = "-"
 
@@ -102,6 +103,9 @@ class MemoryPlan:
 
     def __rich__(self) -> RenderableType:
         """The plan as tables."""
+        from rich.console import Group
+        from rich.text import Text
+
         parts: list[RenderableType] = [self._device_table(), Text()]
         parts.append(Text(_sentence(self)))
         if self.input is not None:
@@ -111,6 +115,9 @@ class MemoryPlan:
         return Group(*parts)
 
     def _device_table(self) -> Table:
+        from rich.filesize import decimal
+        from rich.table import Table
+
         table = Table("device", title=f"Memory, batch of {self.batch_size}")
         for heading in ("target", "draft", "free beside", "for caches", "one row's token", "longest texts"):
             table.add_column(heading, justify="right")
@@ -234,6 +241,8 @@ def _sentence(plan: MemoryPlan) -> str:
 
 
 def _input_table(rows: InputPlan) -> Table:
+    from rich.table import Table
+
     table = Table("prompts", "number", title="Input")
     table.columns[1].justify = "right"
     table.add_row("all", f"{rows.rows:,}")
@@ -250,4 +259,6 @@ def _input_table(rows: InputPlan) -> Table:
 
 
 def _size(count: int | None) -> str:
+    from rich.filesize import decimal
+
     return _UNKNOWN if count is None else decimal(count)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.overlap import SideStream
-from hf_dsde.policies.base import Signal, StoppingPolicy
+from hf_dsde.policies import Signal, StoppingPolicy
 from hf_dsde.round_plan import RoundPlan
 from hf_dsde.sequences import SequenceBatch
 

@@ -22,7 +22,7 @@ from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, Expect
 from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.graphs import RecordingCosts
 from hf_dsde.overlap import SideStream
-from hf_dsde.policies.base import DraftStep, Signal, StoppingPolicy
+from hf_dsde.policies import DraftStep, Signal, StoppingPolicy
 from hf_dsde.round_plan import RoundPlan
 from hf_dsde.runner import pass_seconds
 from hf_dsde.runners import create_runner

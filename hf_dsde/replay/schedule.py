@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_dsde.policies.base import StoppingPolicy
+from hf_dsde.policies import StoppingPolicy
 from hf_dsde.replay.draws import SequenceQueue
 from hf_dsde.replay.pricing import RoundPrices
 from hf_dsde.replay.realization import JoinedRealization

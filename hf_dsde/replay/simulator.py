@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde.argument_checks import check_integer
-from hf_dsde.policies.base import BatchInfo, DraftStep, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.policies import BatchInfo, DraftStep, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.replay.draws import SequenceQueue
 from hf_dsde.replay.pricing import RoundPrices
 from hf_dsde.replay.trace_tables import Integers

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde.outputs import Recording
-from hf_dsde.policies.base import DraftStep, RoundOutcome
-from hf_dsde.policies.static import StaticPolicy
+from hf_dsde.policies import DraftStep, RoundOutcome, StaticPolicy
 from hf_dsde.trace.position_signals import position_signals
 
 POSITIONS_AT_ONCE = 32

@@ -16,7 +16,6 @@ import random
 import signal
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -25,24 +24,11 @@ from pathlib import Path
 
 from forks import exit_code, in_fork
 
-ROOT = Path(__file__).parents[2]
+from hf_dsde.batch.output import merge, open_output
+from hf_dsde.batch.results import END_TOKEN, LENGTH, RowResult, RowStatistics
+
 ROWS = {"random": 24, "points": 6}
 JOB = {"policy": "dsde", "settings": {"seed": 3, "temperature": 0.5}}
-
-
-def import_without_torch() -> None:
-    """Let modules of the package be found without running the `__init__` files, which import torch."""
-    for name in ("hf_dsde", "hf_dsde.batch"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(ROOT / name.replace(".", "/"))]
-        sys.modules[name] = package
-
-
-if __name__ == "__main__":
-    import_without_torch()
-
-from hf_dsde.batch.output import merge, open_output  # noqa: E402 - after the way to it was prepared
-from hf_dsde.batch.results import END_TOKEN, LENGTH, RowResult, RowStatistics  # noqa: E402 - as above
 
 
 def expected(index: int) -> RowResult:

@@ -32,7 +32,9 @@ def test_a_killed_job_ends_with_every_row_once_and_as_if_never_killed(tmp_path, 
     if not hasattr(os, "fork"):
         pytest.skip("needs forks")
     command = [sys.executable, str(SCRIPT), kind, str(tmp_path), suffix, *shards.split()]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    path = os.pathsep.join([str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     assert not report["torch"]
