@@ -60,9 +60,11 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	$(patsubst %,tests/bench/test_%.py,bench_view plots results workloads) \
 	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli input_rows map_cache memory_plan \
 	out_of_memory output output_on_disk prefetch row_results) \
-	tests/fused/test_kernels.py \
-	$(patsubst %,tests/test_%.py,config evaluate_modules graphs live_plots run_ahead_plain recorded_function signals statistics \
-	timing transfers verification)
+	tests/kernels/test_kernels.py \
+	$(patsubst %,tests/test_%.py,config evaluate_modules live_plots signals) \
+	$(patsubst %,tests/execution/test_%.py,cuda_graphs recorded_function) \
+	$(patsubst %,tests/decoding/test_%.py,run_ahead_plain transfers verification) \
+	$(patsubst %,tests/measurement/test_%.py,statistics clock)
 
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PYTEST) -m "not slow" $(addprefix --ignore=,$(WITHOUT_TRANSFORMERS)) \
@@ -74,7 +76,7 @@ $(TRITON)/.installed: Makefile $(VENV)/.installed
 	@touch $@
 
 test-kernels: $(TRITON)/.installed
-	PYTHONPATH=$(abspath $(TRITON)) $(PYTEST) tests/fused/test_kernels.py $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(TRITON)) $(PYTEST) tests/kernels/test_kernels.py $(PYTEST_ARGS)
 
 quality: venv
 	$(BIN)/ruff check .

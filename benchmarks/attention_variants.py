@@ -26,10 +26,11 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
-from hf_dsde import attention, provenance
-from hf_dsde.fused.attention_plan import LaunchPlan, plan_launch
-from hf_dsde.fused.block import TokenBlock
-from hf_dsde.graph_runner import MIN_REACH
+from hf_dsde.execution import attention
+from hf_dsde.execution.graph_runner import MIN_REACH
+from hf_dsde.kernels.attention_plan import LaunchPlan, plan_launch
+from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.measurement import provenance
 
 ROTATED_BYTES = 192 << 20
 """Caches take turns until they come to this, several times the L2 cache."""
@@ -137,7 +138,7 @@ class Inputs:
 
 
 def packed_sdpa(inputs: Inputs) -> Launch:
-    """`hf_dsde.attention.packed_gqa_attention`, what the eager runner uses."""
+    """`hf_dsde.execution.attention.packed_gqa_attention`, what the eager runner uses."""
     query, keys, values = inputs.views
     module, mask = nn.Identity(), inputs.batch.packed_mask
     return lambda: attention.packed_gqa_attention(module, query, keys, values, mask)[0]
@@ -181,8 +182,8 @@ def varlen(inputs: Inputs) -> Launch:
 
 
 def ragged(inputs: Inputs, plan: LaunchPlan | None = None) -> Launch:
-    """`hf_dsde.fused.kernels.ragged_attention`; in a launch of a given shape, if one is given."""
-    from hf_dsde.fused.attention_kernel import launch_attention, ragged_attention
+    """`hf_dsde.kernels.elementwise.ragged_attention`; in a launch of a given shape, if one is given."""
+    from hf_dsde.kernels.attention import launch_attention, ragged_attention
 
     shape, size = inputs.batch.shape, inputs.q.shape
     common = (inputs.q.flatten(0, 1), inputs.keys, inputs.values, inputs.batch.block, shape.dim**-0.5, None)

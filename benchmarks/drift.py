@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import typer
 
-from hf_dsde import provenance
+from hf_dsde.measurement import provenance
 from hf_dsde.policies import create_policy
 from hf_dsde.replay import CostSetting, Phase, TraceTable, play_schedule, useless_draft
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_dsde
-from hf_dsde import provenance
+from hf_dsde.measurement import provenance
 
 BASELINE = "import torch; from transformers import GenerationMixin, PreTrainedModel"
 """`PreTrainedModel` is the base of every model that `generate` runs on."""

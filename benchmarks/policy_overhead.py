@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_dsde
-from hf_dsde import demo, pairs, provenance
+from hf_dsde import pairs
+from hf_dsde.cli.demo.prompts import DEMO_PROMPTS
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.demo_prompts import DEMO_PROMPTS
-from hf_dsde.statistics import SpeculationStatistics
+from hf_dsde.measurement import provenance
+from hf_dsde.measurement.statistics import SpeculationStatistics
 
 
 def main(
@@ -35,13 +36,13 @@ def main(
     hf_dsde.enable(pair.target)
     texts = [prompt.text for prompt in DEMO_PROMPTS]
     prompts = [texts[i % len(texts)] for i in range(rows)]
-    inputs = demo.encode(pair.tokenizer, prompts).to(device)
+    inputs = pairs.encode(pair.tokenizer, prompts).to(device)
     measured: dict[str, list[SpeculationStatistics]] = {name: [] for name in hf_dsde.available_policies()}
-    demo.generate_once(pair, inputs, SpeculationConfig("auto"), max_new_tokens=16, do_sample=False)  # warms up
+    pairs.generate_once(pair, inputs, SpeculationConfig("auto"), max_new_tokens=16, do_sample=False)  # warms up
     for _ in range(repeats):
         for name, runs in measured.items():
             config = SpeculationConfig(name, cost_probe=False)
-            out, _ = demo.generate_once(pair, inputs, config, max_new_tokens=max_new_tokens, do_sample=False)
+            out, _ = pairs.generate_once(pair, inputs, config, max_new_tokens=max_new_tokens, do_sample=False)
             runs.append(out.speculation_statistics)
     scores = {name: _score(runs) for name, runs in measured.items()}
     Console().print(_table(scores))

@@ -24,9 +24,9 @@ from hf_dsde.bench.pairs import load_named_pair
 from hf_dsde.bench.provenance import collect
 from hf_dsde.bench.workloads import Workload, read_prompt_file
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.demo import encode
-from hf_dsde.runners import create_runner
-from hf_dsde.spans import Span
+from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.spans import Span
+from hf_dsde.pairs import encode
 
 console = Console()
 BOUND = (64, 128)

@@ -25,10 +25,9 @@ from hf_dsde.bench.methods import PolicyMethod, pad_token, parse_policy
 from hf_dsde.bench.pairs import load_named_pair
 from hf_dsde.bench.provenance import collect
 from hf_dsde.bench.workloads import Workload, read_prompt_file
-from hf_dsde.demo import encode, end_tokens
-from hf_dsde.demo_prompts import DEMO_PROMPTS
-from hf_dsde.pairs import Pair
-from hf_dsde.statistics import SpeculationStatistics
+from hf_dsde.cli.demo.prompts import DEMO_PROMPTS
+from hf_dsde.measurement.statistics import SpeculationStatistics
+from hf_dsde.pairs import Pair, encode, end_tokens
 
 console = Console()
 GREEDY, MIN_NEW_TOKENS, STOP_STRINGS = "greedy", "min_new_tokens", "stop strings"

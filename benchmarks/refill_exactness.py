@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_dsde import BatchGenerator
-from hf_dsde.provenance import collect
+from hf_dsde.measurement.provenance import collect
 
 VOCABULARY = 512
 SAMPLED_EVERY = 5

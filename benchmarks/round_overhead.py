@@ -24,9 +24,8 @@ from hf_dsde.bench.methods import Request, parse_policy
 from hf_dsde.bench.pairs import load_named_pair
 from hf_dsde.bench.provenance import collect
 from hf_dsde.bench.workloads import Workload, read_prompt_file
-from hf_dsde.demo import encode
-from hf_dsde.graphs import CudaReplay
-from hf_dsde.pairs import Pair
+from hf_dsde.execution.cuda_graphs import CudaReplay
+from hf_dsde.pairs import Pair, encode
 
 console = Console()
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hf_dsde import provenance
+from hf_dsde.measurement import provenance
 
 ROTATED_BYTES = 256 << 20
 """Sets of weights take turns until they come to this, several times the L2 cache."""
@@ -124,7 +124,7 @@ def _sets_of_weights(product: Product, device: torch.device) -> list[list[Tensor
 
 
 def _measure(product: Product, tokens: int, weights: list[list[Tensor]], *, sweep: bool) -> dict[str, Any]:
-    from hf_dsde.fused import skinny_linear
+    from hf_dsde.kernels import linear as skinny_linear
 
     gated = product.kind == "gated"
     device = weights[0][0].device
@@ -158,14 +158,14 @@ def _measure(product: Product, tokens: int, weights: list[list[Tensor]], *, swee
 
 
 def _library(x: Tensor, weights: list[Tensor], *, gated: bool) -> list[Tensor]:
-    from hf_dsde.fused.kernels import silu_mul
+    from hf_dsde.kernels.elementwise import silu_mul
 
     results = [linear(x, weight) for weight in weights]
     return [silu_mul(*results)] if gated else results
 
 
 def _ours(x: Tensor, weights: list[Tensor], plan: Any, *, gated: bool) -> list[Tensor]:
-    from hf_dsde.fused.skinny_linear import launch_gated, launch_linears
+    from hf_dsde.kernels.linear import launch_gated, launch_linears
 
     return [launch_gated(x, *weights, plan)] if gated else launch_linears(x, weights, None, plan)
 

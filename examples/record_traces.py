@@ -19,12 +19,12 @@ import typer
 from distillation.prompts import CODE, MATH, MATH_WORDINGS, NEWS, _math_prompts, held_out_prompts
 from rich.console import Console
 
+from hf_dsde.cli.trace import summary_table
 from hf_dsde.drafting.layer_draft import load_draft
 from hf_dsde.drafting.rounded_copy import rounded_copy
 from hf_dsde.pairs import SHIPPED_DRAFT, Pair, shipped_draft_folder
 from hf_dsde.smollm2 import PACKAGE, VERSION, load_smollm2
 from hf_dsde.trace import Prompt, load_trace, record_trace, summarise
-from hf_dsde.trace_cli import summary_table
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,12 @@ if TYPE_CHECKING:
     from hf_dsde.batch.generator import BatchGenerator, RowError
     from hf_dsde.batch.results import RowResult, RowStatistics
     from hf_dsde.config import SpeculationConfig
+    from hf_dsde.decoding.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
     from hf_dsde.drafting.layer_draft import load_draft
-    from hf_dsde.integration import disable, enable, generate, install, uninstall
-    from hf_dsde.outputs import SpeculativeGenerateOutput
+    from hf_dsde.execution.create_runner import RunnerWarning, release_memory
+    from hf_dsde.integration.hooks import disable, enable, generate, install, uninstall
+    from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+    from hf_dsde.measurement.statistics import SpeculationStatistics, SpeculationWarning
     from hf_dsde.policies import (
         ConfidencePolicy,
         DSDEStoppingPolicy,
@@ -19,44 +22,41 @@ if TYPE_CHECKING:
         available_policies,
         register,
     )
-    from hf_dsde.runners import RunnerWarning, release_memory
-    from hf_dsde.statistics import SpeculationStatistics, SpeculationWarning
-    from hf_dsde.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
 else:
     # `import hf_dsde` is to cost nothing that the caller does not use.
-    from hf_dsde.lazy_names import lazy_names as _lazy_names
+    from hf_dsde.utils.lazy_names import lazy_names as _lazy_names
 
     __getattr__, __dir__ = _lazy_names(
         __name__,
         globals(),
         {
             "BatchGenerator": "hf_dsde.batch.generator",
-            "BatchIteratorStreamer": "hf_dsde.streamers",
+            "BatchIteratorStreamer": "hf_dsde.decoding.streamers",
             "BatchSizeWarning": "hf_dsde.batch.engine",
-            "BatchStreamer": "hf_dsde.streamers",
-            "BatchTextStreamer": "hf_dsde.streamers",
+            "BatchStreamer": "hf_dsde.decoding.streamers",
+            "BatchTextStreamer": "hf_dsde.decoding.streamers",
             "ConfidencePolicy": "hf_dsde.policies",
             "DSDEStoppingPolicy": "hf_dsde.policies",
             "HeuristicPolicy": "hf_dsde.policies",
             "RowError": "hf_dsde.batch.generator",
             "RowResult": "hf_dsde.batch.results",
             "RowStatistics": "hf_dsde.batch.results",
-            "RunnerWarning": "hf_dsde.runners",
+            "RunnerWarning": "hf_dsde.execution.create_runner",
             "SpeculationConfig": "hf_dsde.config",
-            "SpeculationStatistics": "hf_dsde.statistics",
-            "SpeculationWarning": "hf_dsde.statistics",
-            "SpeculativeGenerateOutput": "hf_dsde.outputs",
+            "SpeculationStatistics": "hf_dsde.measurement.statistics",
+            "SpeculationWarning": "hf_dsde.measurement.statistics",
+            "SpeculativeGenerateOutput": "hf_dsde.integration.outputs",
             "StaticPolicy": "hf_dsde.policies",
             "StoppingPolicy": "hf_dsde.policies",
             "available_policies": "hf_dsde.policies",
-            "disable": "hf_dsde.integration",
-            "enable": "hf_dsde.integration",
-            "generate": "hf_dsde.integration",
-            "install": "hf_dsde.integration",
+            "disable": "hf_dsde.integration.hooks",
+            "enable": "hf_dsde.integration.hooks",
+            "generate": "hf_dsde.integration.hooks",
+            "install": "hf_dsde.integration.hooks",
             "load_draft": "hf_dsde.drafting.layer_draft",
             "register": "hf_dsde.policies",
-            "release_memory": "hf_dsde.runners",
-            "uninstall": "hf_dsde.integration",
+            "release_memory": "hf_dsde.execution.create_runner",
+            "uninstall": "hf_dsde.integration.hooks",
         },
     )
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 
-from hf_dsde.argument_checks import check_choice, check_flag, check_integer
 from hf_dsde.costs import CostModel
 from hf_dsde.policies import StoppingPolicy, create_policy
+from hf_dsde.utils.checks import check_choice, check_flag, check_integer
 
 CONFIG_NAME = "speculation_config.json"
 RUNNERS = ("eager", "graph")

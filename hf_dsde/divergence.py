@@ -122,9 +122,7 @@ class BatchComparison:
         return f"{len(self.rows)} rows: {counts} ({precision})" + "".join(diverged)
 
     def __rich__(self) -> RenderableType:
-        from hf_dsde import report
-
-        return report.divergence_table(self)
+        return _table(self)
 
 
 @torch.inference_mode()
@@ -304,3 +302,34 @@ def _check(
                 f"`{name}` does not begin with `input_ids`; pass what `generate` returned, prompts included, and the "
                 f"very prompts it was given."
             )
+
+
+def _table(comparison: BatchComparison) -> RenderableType:
+    """A comparison for a rich console: the counts, and one line for each row that is not equal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from hf_dsde.measurement.views import UNKNOWN, number
+
+    styles = {Verdict.EQUAL: "green", Verdict.NEAR_TIE: "yellow", Verdict.DIFFERENT: "bold red"}
+    counts = ", ".join(f"{comparison.count(verdict)} {verdict.value}" for verdict in Verdict)
+    dtype = str(comparison.dtype).removeprefix("torch.")
+    headline = Text(f"{len(comparison.rows)} rows: {counts} ({dtype}, tolerance {comparison.tolerance_ulps:g} ulps)")
+    diverged = [row for row in comparison.rows if row.verdict is not Verdict.EQUAL]
+    if not diverged:
+        return headline
+    table = Table("row", "verdict", "position", "expected", "actual", "ranks", "gap", "ulps")
+    for row in diverged:
+        ranks = UNKNOWN if row.expected_rank is None else f"{row.expected_rank}, {row.actual_rank}"
+        table.add_row(
+            str(row.row),
+            Text(row.verdict.value, style=styles[row.verdict]),
+            str(row.position),
+            "ended" if row.expected_token is None else str(row.expected_token),
+            "ended" if row.actual_token is None else str(row.actual_token),
+            ranks,
+            number(row.gap, ".4g"),
+            number(row.gap_ulps, ".3g"),
+        )
+    return Group(headline, table)

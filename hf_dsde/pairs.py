@@ -1,19 +1,36 @@
-"""Where the command line finds its models: the packaged pair, or a target and a draft by folder or Hub id.
+"""A target, a draft and the tokenizer of both: where they are found, and what a call with them needs.
 
-A draft is either a complete model or a folder of layers that `hf_dsde.load_draft` puts on its target; what lies there
-decides which. Nothing here decodes.
+A pair is the packaged one, or a target and a draft by folder or Hub id. A draft is either a complete model or a folder
+of layers that `hf_dsde.load_draft` puts on its target; what lies there decides which.
 """
 
 from __future__ import annotations
 
+import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BatchEncoding,
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_dsde.drafting.layer_draft import DESCRIPTION_NAME, load_draft
+from hf_dsde.measurement.statistics import SpeculationWarning
 from hf_dsde.smollm2 import load_smollm2
+
+if TYPE_CHECKING:
+    from hf_dsde.config import SpeculationConfig
+    from hf_dsde.policies import StoppingPolicy
 
 SHIPPED_DRAFT = "smollm2-135m-instruct-draft"
 
@@ -95,3 +112,70 @@ def _is_layer_draft(draft: str) -> bool:
         return file_exists(draft, DESCRIPTION_NAME)
     except OfflineModeIsEnabled:
         return False
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> BatchEncoding:
+    """Requests as one batch: through the tokenizer's chat template if it has one, padded on the left."""
+    if tokenizer.chat_template is None:
+        return tokenizer(list(texts), padding=True, return_tensors="pt")
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    return tokenizer.apply_chat_template(  # type: ignore[return-value] # its annotation ignores return_dict
+        conversations, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+
+
+def end_tokens(pair: Pair) -> list[int]:
+    """Ids that end an answer of the target."""
+    config = pair.target.generation_config
+    ends = None if config is None else config.eos_token_id
+    if ends is None:
+        return []
+    return [ends] if isinstance(ends, int) else list(ends)
+
+
+def answer_lengths(sequences: Tensor, prompt_width: int, end_tokens: Sequence[int]) -> Tensor:
+    """Generated tokens of each row, its first end token included.
+
+    Args:
+        sequences: What `generate` returned, shape `[rows, prompt_width + any]`, int64.
+        prompt_width: Columns of the prompts.
+        end_tokens: Ids that end an answer.
+
+    Returns:
+        Shape `[rows]`, int64.
+    """
+    answers = sequences[:, prompt_width:]
+    ended = torch.isin(answers, torch.tensor(list(end_tokens), dtype=torch.long, device=answers.device))
+    before = ended.long().cumsum(-1) - ended.long()
+    return (before == 0).sum(-1)
+
+
+def generate_once(
+    pair: Pair, inputs: BatchEncoding, speculation: SpeculationConfig | StoppingPolicy | None, **arguments: Any
+) -> tuple[Any, float]:
+    """Call `generate` on an enabled target; return its output object and how many seconds it took.
+
+    Args:
+        pair: Target and draft.
+        inputs: The batch.
+        speculation: How to speculate; None for plain `generate`.
+        arguments: Further arguments of `generate`.
+    """
+    if speculation is not None:
+        arguments |= {"assistant_model": pair.draft, "speculation_policy": speculation}
+    # What has `generate` is a mixin, which the models' common base class does not name.
+    target = cast("GenerationMixin", pair.target)
+    _synchronize(pair.target.device)
+    begin = time.perf_counter()
+    with warnings.catch_warnings():
+        # The result says whether speculation lost, in a place where it is not overlooked.
+        warnings.simplefilter("ignore", SpeculationWarning)
+        output = target.generate(**inputs, return_dict_in_generate=True, **arguments)
+    _synchronize(pair.target.device)
+    return output, time.perf_counter() - begin
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for queued work, without which a GPU's times would be those of the queueing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

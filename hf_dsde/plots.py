@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from hf_dsde.argument_checks import check_integer
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.measurement.statistics import SpeculationStatistics
 from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.registry import create_policy
-from hf_dsde.replay.plot import COLOURS, MARKERS
-from hf_dsde.statistics import SpeculationStatistics
+from hf_dsde.utils.checks import check_integer
+from hf_dsde.utils.palette import COLOURS, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

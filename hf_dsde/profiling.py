@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dsde.argument_checks import check_integer
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.cost_measurement import remembered_costs
 from hf_dsde.costs import BatchCosts, CostModel
-from hf_dsde.demo import encode, generate_once
-from hf_dsde.pairs import Pair
+from hf_dsde.decoding.cost_measurement import remembered_costs
+from hf_dsde.pairs import Pair, encode, generate_once
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StaticPolicy
 from hf_dsde.policies.batch_table import best_length, survival_probabilities
+from hf_dsde.utils.checks import check_integer
 
 DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 

@@ -33,7 +33,9 @@ def given_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_dsde.costs import CostModel, LiveCosts
 
     costs = CostModel.relative(*CHEAP_DRAFTS)
-    monkeypatch.setattr("hf_dsde.loop.live_costs", lambda target, *_: LiveCosts(costs, target.rows, refresh=False))
+    monkeypatch.setattr(
+        "hf_dsde.decoding.loop.live_costs", lambda target, *_: LiveCosts(costs, target.rows, refresh=False)
+    )
 
 
 def pytest_report_header() -> str:

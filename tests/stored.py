@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dsde.runner import ModelRunner
-from hf_dsde.sequences import SequenceBatch
-from hf_dsde.spans import Span
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.execution.model_runner import ModelRunner
+from hf_dsde.execution.spans import Span
 
 
 def store_texts(runner: ModelRunner, texts: Tensor, counts: Sequence[int] | Tensor) -> None:

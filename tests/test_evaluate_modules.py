@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_dsde.counts import RowCounts
 from hf_dsde.divergence import DEFAULT_TOLERANCE_ULPS, RowComparison, Verdict
 from hf_dsde.evaluate_modules import MODULES, module_path
+from hf_dsde.measurement.counts import RowCounts
+from hf_dsde.measurement.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.policies.base import PhaseTimes
-from hf_dsde.statistics import SpeculationStatistics, StatisticsRecorder
 
 evaluate = pytest.importorskip("evaluate")
 

@@ -18,15 +18,15 @@ from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde import generation
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.divergence import Verdict, compare_outputs
-from hf_dsde.fused.families import why_not_fused
-from hf_dsde.graph_runner import GraphRunner
-from hf_dsde.graphs import CudaCapture
-from hf_dsde.memory import cache_bytes
-from hf_dsde.runners import RunnerWarning, create_runner
-from hf_dsde.workspaces import workspaces
+from hf_dsde.execution.create_runner import RunnerWarning, create_runner
+from hf_dsde.execution.cuda_graphs import CudaCapture
+from hf_dsde.execution.fused_families import why_not_fused
+from hf_dsde.execution.graph_runner import GraphRunner
+from hf_dsde.execution.memory import cache_bytes
+from hf_dsde.execution.workspaces import workspaces
+from hf_dsde.integration import generation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -293,7 +293,7 @@ def test_a_reason_that_passes_leaves_nothing_behind(
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         with monkeypatch.context() as patch:
-            patch.setattr("hf_dsde.graphs._warm_up", full)
+            patch.setattr("hf_dsde.execution.cuda_graphs._warm_up", full)
             with pytest.raises(torch.OutOfMemoryError):
                 text()
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hf_dsde
-from hf_dsde.lazy_names import lazy_names
+from hf_dsde.utils.lazy_names import lazy_names
 
 ROOT = Path(hf_dsde.__file__).parents[1]
 HEAVY = (
@@ -46,7 +46,7 @@ theirs = loaded()  # what transformers itself imports
 
 statements = [f"from hf_dsde import {{name}}" for name in ("enable", "SpeculationConfig", "register", "load_draft")]
 statements += ["from hf_dsde.policies import GoodputPolicy", "from hf_dsde.config import SpeculationConfig"]
-statements += ["import hf_dsde; hf_dsde.policies.StaticPolicy", "from hf_dsde.runners import release_memory"]
+statements += ["import hf_dsde; hf_dsde.policies.StaticPolicy", "from hf_dsde import release_memory"]
 barrier, failures = threading.Barrier(len(statements)), []
 
 def run(statement):
@@ -131,7 +131,7 @@ def test_type_checkers_see_the_names_from_the_modules_that_give_them():
 
 def test_modules_are_attributes_of_the_package():
     assert hf_dsde.policies is sys.modules["hf_dsde.policies"]
-    assert hf_dsde.spans is sys.modules["hf_dsde.spans"]
+    assert hf_dsde.execution.spans is sys.modules["hf_dsde.execution.spans"]
 
 
 def test_an_unknown_name_is_an_attribute_error_that_names_it():

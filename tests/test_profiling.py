@@ -10,7 +10,8 @@ from tiny_pair import PROMPTS, tiny_pair
 from typer.testing import CliRunner
 
 import hf_dsde
-from hf_dsde import cli, pairs
+from hf_dsde import pairs
+from hf_dsde.cli import main as cli
 from hf_dsde.costs import BatchCosts, CostCurve
 from hf_dsde.pairs import Pair
 from hf_dsde.profiling import BatchProfile, ProfileOptions, profile_pair, tuned_config

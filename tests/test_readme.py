@@ -11,7 +11,7 @@ import torch
 import typer
 
 from hf_dsde import smollm2
-from hf_dsde.cli import app
+from hf_dsde.cli.main import app
 
 REPOSITORY = Path(__file__).parent.parent
 README = REPOSITORY / "README.md"

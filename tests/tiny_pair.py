@@ -8,7 +8,7 @@ import torch
 from tiny_models import noisy_copy, tiny_model
 from tiny_text import tiny_tokenizer
 
-from hf_dsde.demo_prompts import DemoPrompt
+from hf_dsde.cli.demo.prompts import DemoPrompt
 from hf_dsde.pairs import Pair
 
 PROMPTS = (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import hf_dsde
 from hf_dsde import BatchStreamer
-from hf_dsde.sequences import SequenceBatch
+from hf_dsde.decoding.sequences import SequenceBatch
 
 PACKAGE = Path(hf_dsde.__file__).parent
 LOOKS: set[Callable[..., Any]] = {

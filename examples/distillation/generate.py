@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from distillation.prompts import Prompt, article_prompts, article_requests, save_prompts
-from hf_dsde.attention import packed_gqa_attention
+from hf_dsde.execution.attention import packed_gqa_attention
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hf_dsde.batch.requests import RejectedRow, Request
-from hf_dsde.graph_runner import CAPACITY_STEP
-from hf_dsde.memory import cache_bytes, free_bytes
+from hf_dsde.execution.graph_runner import CAPACITY_STEP
+from hf_dsde.execution.memory import cache_bytes, free_bytes
 
 USED_SHARE = 0.8
 """Of the free memory of a device, for caches; passes need room of their own."""

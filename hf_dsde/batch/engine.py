@@ -17,11 +17,11 @@ from hf_dsde.batch.refill_loop import FinishedText, RefillLoop, RowSetup
 from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.batch.row_stopping import RowStopping
-from hf_dsde.generation import Speculation
-from hf_dsde.loop_builder import build_loop
-from hf_dsde.runners import release_memory
-from hf_dsde.sequences import SequenceBatch
-from hf_dsde.torch_modes import lasting
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.execution.create_runner import release_memory
+from hf_dsde.execution.torch_modes import lasting
+from hf_dsde.integration.generation import Speculation
+from hf_dsde.integration.loop_builder import build_loop
 
 HEADROOM = 1.5
 """Caches begin with this many times the slots that the first requests need: later ones may be longer."""

@@ -13,7 +13,6 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dsde import compat
-from hf_dsde.argument_checks import check_choice, check_flag, check_integer
 from hf_dsde.batch.admission import CacheBudget
 from hf_dsde.batch.data_sets import rows_of_batch
 from hf_dsde.batch.engine import BatchEngine
@@ -28,10 +27,11 @@ from hf_dsde.batch.refill_loop import FinishedText
 from hf_dsde.batch.requests import RejectedRow, Request, RequestBuilder
 from hf_dsde.batch.results import RowResult
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.generation import Speculation
+from hf_dsde.execution.wrappers import unwrapped
+from hf_dsde.integration.generation import Speculation
+from hf_dsde.integration.validation import check_models
 from hf_dsde.policies import StoppingPolicy
-from hf_dsde.refusals import check_models
-from hf_dsde.wrappers import unwrapped
+from hf_dsde.utils.checks import check_choice, check_flag, check_integer
 
 DEFAULT_POLICY = "auto"
 """The policy of a data set where nobody has chosen one: rows come and go, and what drafting gains changes with them."""
@@ -90,7 +90,7 @@ class BatchGenerator(Fingerprinted):
         statistics: Counts of the stream or job that was begun last.
 
     Raises:
-        ValueError: If an argument has no meaning here, or for any reason named in `hf_dsde.refusals`.
+        ValueError: If an argument has no meaning here, or for any reason named in `hf_dsde.integration.validation`.
     """
 
     def __init__(

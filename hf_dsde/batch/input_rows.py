@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from hf_dsde.argument_checks import check_choice
 from hf_dsde.batch.chat_prompts import TEMPLATE_COLUMNS
+from hf_dsde.utils.checks import check_choice
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]

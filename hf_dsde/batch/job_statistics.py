@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_dsde.batch.results import RowStatistics
-from hf_dsde.counts import RecordedRound, ratio, settle
+from hf_dsde.measurement.counts import RecordedRound, ratio, settle
 from hf_dsde.policies import PhaseTimes
 
 _COUNTED = 4

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_dsde.batch.output import OutputFile
+from hf_dsde.batch.output_base import OutputFile
 from hf_dsde.batch.output_files import MERGED_NAME, OutputPaths, replacing, sync_folder
 from hf_dsde.batch.results import RowResult
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_dsde.batch.admission import Admission, CacheBudget
 from hf_dsde.batch.requests import RejectedRow, Request
-from hf_dsde.memory import free_bytes
-from hf_dsde.runner import next_multiple
+from hf_dsde.execution.memory import free_bytes
+from hf_dsde.execution.model_runner import next_multiple
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from hf_dsde.batch.output import OutputFile
+from hf_dsde.batch.output_base import OutputFile
 from hf_dsde.batch.output_files import MERGED_NAME, OutputPaths, replacing
 from hf_dsde.batch.results import RowResult
 

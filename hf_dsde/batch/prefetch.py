@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hf_dsde.argument_checks import check_integer
+from hf_dsde.utils.checks import check_integer
 
 T = TypeVar("T")
 R = TypeVar("R")

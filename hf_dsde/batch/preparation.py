@@ -22,9 +22,9 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from hf_dsde import refusals
 from hf_dsde.batch.requests import Request
-from hf_dsde.processing.functions import serves_every_row
+from hf_dsde.decoding.processing.functions import serves_every_row
+from hf_dsde.integration import validation as refusals
 
 OWN_ARGUMENTS = {
     "num_return_sequences": "Repeat the row in the data instead.",
@@ -85,7 +85,7 @@ class Preparation:
             its own.
 
     Raises:
-        ValueError: For arguments that have no meaning here, and all that is named in `hf_dsde.refusals`.
+        ValueError: For arguments that have no meaning here, and all that is named in `hf_dsde.integration.validation`.
     """
 
     def __init__(

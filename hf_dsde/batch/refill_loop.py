@@ -16,11 +16,11 @@ from hf_dsde.batch.requests import Request
 from hf_dsde.batch.results import END_TOKEN, LENGTH, STOP, RowStatistics
 from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.batch.row_stopping import RowStopping
-from hf_dsde.loop import SpeculativeLoop
-from hf_dsde.round_plan import RoundPlan
-from hf_dsde.spans import Span
-from hf_dsde.torch_modes import lasting
-from hf_dsde.transfers import upload
+from hf_dsde.decoding.loop import SpeculativeLoop
+from hf_dsde.decoding.plan import RoundPlan
+from hf_dsde.execution.spans import Span
+from hf_dsde.execution.torch_modes import lasting
+from hf_dsde.utils.transfers import upload
 
 
 @dataclass(frozen=True)

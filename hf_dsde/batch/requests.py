@@ -9,11 +9,11 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_dsde.argument_checks import check_flag, check_integer
 from hf_dsde.batch.chat_prompts import ChatPrompts, refuse_template_columns
 from hf_dsde.batch.encoding import ToEncode, make_all
 from hf_dsde.batch.input_rows import PROMPT_COLUMNS, BrokenRow
 from hf_dsde.batch.row_values import BadRowError, check_unicode, plain, printable, quoted, reason, wrong
+from hf_dsde.utils.checks import check_flag, check_integer
 
 _ACCEPTED_ROWS = "text, a list of chat messages, a list of token ids, or a mapping with one of these in a column"
 

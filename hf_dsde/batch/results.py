@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hf_dsde.argument_checks import check_choice, check_integer, check_number
-from hf_dsde.counts import ratio
+from hf_dsde.measurement.counts import ratio
+from hf_dsde.utils.checks import check_choice, check_integer, check_number
 
 END_TOKEN = "end_token"  # noqa: S105 - a reason, not a password
 """The text ends with one of the end-of-sequence tokens."""
@@ -27,7 +27,7 @@ _COUNTS = ("prompt_tokens", "new_tokens", "rounds", "drafted", "accepted")
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Counts of one row. Ratios are derived, as in `hf_dsde.statistics`.
+    """Counts of one row. Ratios are derived, as in `hf_dsde.measurement.statistics`.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.

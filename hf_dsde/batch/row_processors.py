@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_dsde.processing.state import StateWatch, is_trusted
-from hf_dsde.sampling import CalledProcessors, StagedProcessor, processors_on
-from hf_dsde.sequences import SequenceBatch
+from hf_dsde.decoding.processing.state import StateWatch, is_trusted
+from hf_dsde.decoding.sampling import CalledProcessors, StagedProcessor, processors_on
+from hf_dsde.decoding.sequences import SequenceBatch
 
 
 class RowProcessors(StagedProcessor):

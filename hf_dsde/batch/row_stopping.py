@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from transformers import EosTokenCriteria, StoppingCriteriaList
 
-from hf_dsde.sequences import SequenceBatch
-from hf_dsde.stop_strings import without_stop_strings
-from hf_dsde.stopping import StepScores, Stopping
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.stop_strings import without_stop_strings
+from hf_dsde.decoding.stopping import StepScores, Stopping
 
 
 class RowStopping(Stopping):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
-from statistics import mean
-from typing import Any, Protocol, cast
+from typing import Any
 
 from transformers import BatchEncoding
 
 from hf_dsde.bench.methods import Answer, Method, Request, pad_token
-from hf_dsde.bench.results import BASELINE, PEER
+from hf_dsde.bench.peer_methods import PEERS, PeerMethod
+from hf_dsde.bench.results import BASELINE
 from hf_dsde.pairs import Pair
 
 __all__ = ["BASELINES", "Answer", "Request", "pad_token", "parse_baseline"]
@@ -57,73 +56,6 @@ class BaselineMethod(Method):
             return Answer(target.generate(**inputs, **request.arguments(pair), **self._arguments(pair)))
 
 
-class Peer(Protocol):
-    """Another implementation, as `hf_dsde.bench.peers.PEERS` holds it."""
-
-    def refusal(self, batch: int, temperature: float) -> str | None:
-        """Why it cannot decode so many rows, or at this temperature; None when it can."""
-        ...
-
-    def __call__(self, pair: Pair, inputs: BatchEncoding, request: Request) -> Answer:
-        """Answer a batch, as `Method` does. It is set up at its first call."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what was set up."""
-        ...
-
-
-class PeerMethod(Method):
-    """Another package.
-
-    Args:
-        name: What results call it.
-        peer: Calls the package.
-    """
-
-    kind = PEER
-    compiles = True
-
-    def __init__(self, name: str, peer: Peer) -> None:
-        self.name = name
-        self._peer = peer
-
-    def refusal(self, rows: int, temperature: float) -> str | None:
-        """What the peer says."""
-        return self._peer.refusal(rows, temperature)
-
-    def __call__(self, pair: Pair, inputs: BatchEncoding, request: Request) -> Answer:
-        """Answer a batch; see `Method`."""
-        answer = self._peer(pair, inputs, request)
-        self.settings = (answer.statistics or {}).get("settings", {})
-        return answer
-
-    def summarise(self, answers: Sequence[Answer], seconds: float) -> dict[str, Any] | None:  # noqa: ARG002
-        """Counts added up, with the ratios that follow; the mean over the calls of other numbers."""
-        parts = [answer.statistics for answer in answers if answer.statistics]
-        if not parts:
-            return None
-        counted = {
-            name: [sum(column) for column in zip_longest(*(part.get(name, []) for part in parts), fillvalue=0)]
-            for name in ("drafted_by_position", "accepted_by_position")
-        }
-        drafted, accepted = counted.values()
-        summary: dict[str, Any] = {"emitted": sum(part.get("emitted", 0) for part in parts)}
-        for name in ("mean_draft_length", "tokens_per_round"):
-            known = [part[name] for part in parts if part.get(name) is not None]
-            summary |= {name: mean(known)} if known else {}
-        if drafted:
-            summary |= counted | {
-                "acceptance_rate": sum(accepted) / sum(drafted),
-                "acceptance_by_position": [a / d for a, d in zip(accepted, drafted, strict=True)],
-            }
-        return summary
-
-    def close(self) -> None:
-        """Close the peer."""
-        self._peer.close()
-
-
 BASELINES: dict[str, BaselineMethod] = {
     method.name: method
     for method in (
@@ -144,11 +76,10 @@ def parse_baseline(name: str) -> Method:
     """
     if name in BASELINES:
         return BASELINES[name]
-    peers = _peers()
-    if name not in peers:
-        known = ", ".join(map(repr, [*BASELINES, *peers]))
+    if name not in PEERS:
+        known = ", ".join(map(repr, [*BASELINES, *PEERS]))
         raise ValueError(f"`baseline` is {name!r}, but one of {known} is needed.")
-    return PeerMethod(name, peers[name])
+    return PeerMethod(name, PEERS[name])
 
 
 @contextmanager
@@ -172,10 +103,3 @@ def forget_static_cache(pair: Pair) -> None:
     for model in (pair.target, pair.draft):
         for name in STATIC_CACHE_STATE:
             model.__dict__.pop(name, None)
-
-
-def _peers() -> Mapping[str, Peer]:
-    # They import what a method is from here.
-    from hf_dsde.bench.peers import PEERS
-
-    return cast("Mapping[str, Peer]", PEERS)

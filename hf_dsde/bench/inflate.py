@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_dsde.argument_checks import check_choice
 from hf_dsde.bench.shapes import SHAPES, Shape
 from hf_dsde.drafting.layer_draft import CONFIG_KEY as LAYER_DRAFT_KEY
+from hf_dsde.utils.checks import check_choice
 
 __all__ = ["SHAPES", "Shape", "inflate"]
 

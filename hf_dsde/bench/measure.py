@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import BatchEncoding
 
 from hf_dsde.bench.methods import Answer, Method, Request
-from hf_dsde.demo import answer_lengths, end_tokens
-from hf_dsde.pairs import Pair
+from hf_dsde.pairs import Pair, answer_lengths, end_tokens
 
 Clock = Callable[[], float]
 

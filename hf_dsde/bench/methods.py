@@ -22,11 +22,10 @@ from transformers import BatchEncoding
 
 from hf_dsde.bench.results import OURS, without_nan
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.cost_measurement import CostMemory, remembering_in
-from hf_dsde.demo import end_tokens
-from hf_dsde.pairs import Pair
+from hf_dsde.decoding.cost_measurement import CostMemory, remembering_in
+from hf_dsde.measurement.statistics import SpeculationStatistics
+from hf_dsde.pairs import Pair, end_tokens
 from hf_dsde.replay.specs import PolicySpec
-from hf_dsde.statistics import SpeculationStatistics
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from hf_dsde.argument_checks import check_choice
 from hf_dsde.bench.inflate import Shape, inflate
 from hf_dsde.drafting.rounded_copy import rounded_copy
 from hf_dsde.pairs import Pair, load_packaged_pair
+from hf_dsde.utils.checks import check_choice
 
 SMALL = "small"
 ROUNDING: dict[str, tuple[int, int]] = {"strong": (4, 64), "bad": (3, 576)}

@@ -24,19 +24,15 @@ import importlib.metadata
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_dsde.argument_checks import check_integer, check_number
-from hf_dsde.bench.baselines import Answer, Request, pad_token
-from hf_dsde.demo import end_tokens
-from hf_dsde.pairs import Pair
+from hf_dsde.utils.checks import check_integer, check_number
 
 SEEDS = 2**31
 """Seeds for samplers of a peer's own are drawn below this."""
@@ -308,83 +304,6 @@ class FlashSpecPeer(Peer):
             torch.compiler.reset()
         self._compiled = False
         _free_memory()
-
-
-@dataclass(frozen=True)
-class PeerBuilder:
-    """A peer as a method of the benchmark: built for a pair at its first call, and kept until it is closed.
-
-    Attributes:
-        peer: The adapter.
-        draft_length: Tokens that the draft model proposes in a round; None leaves it to the package.
-        compiled: Whether to ask for compiled code or CUDA graphs, which need a CUDA device. None asks economize for
-            them, where they cost seconds, and not flashspec, where they cost minutes.
-    """
-
-    peer: type[Peer]
-    draft_length: int | None = None
-    compiled: bool | None = None
-    _built: WeakKeyDictionary[Pair, Peer] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Check the draft length."""
-        if self.draft_length is not None:
-            check_integer("draft_length", self.draft_length, 1, way_out="Pass None for the package's own.")
-
-    def refusal(self, batch: int, temperature: float) -> str | None:
-        """Why the package cannot decode so many rows, or at this temperature; None when it can."""
-        return self.peer.refusal(batch, temperature)
-
-    def build(self, pair: Pair) -> Peer:
-        """The peer for a pair, made once per pair. It takes a while, and loads what the package does not have yet.
-
-        Raises:
-            ImportError: The package is not installed, or one that it needs.
-            ValueError: Compiled code is asked for, and the package has none here.
-        """
-        if pair not in self._built:
-            built = self.peer(
-                pair.target, pair.draft, pair.tokenizer, draft_length=self.draft_length, compiled=self.compiled
-            )
-            if self.compiled and not built.settings["compiled"]:
-                built.close()
-                raise ValueError(
-                    f"`compiled` is True, but {self.peer.package} compiles nothing on {pair.target.device}. "
-                    "Use a CUDA device, or leave `compiled` out."
-                )
-            self._built[pair] = built
-        return self._built[pair]
-
-    def __call__(self, pair: Pair, inputs: BatchEncoding, request: Request) -> Answer:
-        """Answer a batch; see `hf_dsde.bench.baselines.Peer`. The statistics hold the peer's settings as well."""
-        reason = self.refusal(len(inputs["input_ids"]), request.temperature)
-        if reason is not None:
-            raise ValueError(reason)
-        peer = self.build(pair)
-        output = peer.generate(
-            inputs["input_ids"],
-            inputs["attention_mask"],
-            request.new_tokens,
-            request.temperature,
-            end_tokens(pair) if request.stop_at_eos else (),
-        )
-        sequences = torch.cat([inputs["input_ids"], output.padded(pad_token(pair))], dim=1)
-        return Answer(sequences, output.statistics() | {"settings": peer.settings})
-
-    def close(self) -> None:
-        """Close what was built. A later call builds anew."""
-        for peer in list(self._built.values()):
-            peer.close()
-        self._built.clear()
-
-
-PEERS: dict[str, PeerBuilder] = {
-    "economize": PeerBuilder(EconomizePeer),
-    "economize_eager": PeerBuilder(EconomizePeer, compiled=False),
-    "flashspec": PeerBuilder(FlashSpecPeer),
-    "flashspec_compiled": PeerBuilder(FlashSpecPeer, compiled=True),
-}
-"""All peers by name."""
 
 
 def _import(module: str, peer: Peer) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_dsde.bench.results import BASELINE, OURS, PEER, BenchResults, CaseResult, Cell, Spread
-from hf_dsde.replay.plot import COLOURS, MARKERS
+from hf_dsde.utils.palette import COLOURS, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_dsde import provenance
+from hf_dsde.measurement import provenance
 
 COMMIT_VARIABLE = "HF_DSDE_COMMIT"
 """Names the commit of a copy that has no git history."""
@@ -20,7 +20,7 @@ COPIES = 10
 
 
 def collect(device: torch.device | str, dtype: torch.dtype, given_commit: str | None = None) -> dict[str, Any]:
-    """Everything `hf_dsde.provenance.collect` tells, and what the device can do, in types that `json.dumps` takes.
+    """Everything `hf_dsde.measurement.provenance.collect` tells, and what the device can do; `json.dumps` takes it.
 
     Args:
         device: Where the models run.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from transformers import PreTrainedModel
 
-from hf_dsde.argument_checks import check_integer
+from hf_dsde.utils.checks import check_integer
 
 
 @dataclass(frozen=True)

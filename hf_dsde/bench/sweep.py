@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from transformers import BatchEncoding
 
-from hf_dsde.argument_checks import check_integer, check_number
 from hf_dsde.bench.baselines import forget_static_cache
 from hf_dsde.bench.measure import Clock, Measurement, equal_rows, free_memory, measure_call
 from hf_dsde.bench.methods import Answer, Method, Request
 from hf_dsde.bench.results import BASELINE, BenchResults, CaseResult, Cell, RepeatResult
 from hf_dsde.bench.workloads import Workload
-from hf_dsde.demo import encode
-from hf_dsde.integration import enable
-from hf_dsde.pairs import Pair
+from hf_dsde.integration.hooks import enable
+from hf_dsde.pairs import Pair, encode
+from hf_dsde.utils.checks import check_integer, check_number
 
 PLAIN = "generate"
 """The baseline whose greedy tokens the others' are compared with."""

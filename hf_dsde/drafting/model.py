@@ -16,20 +16,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.cache import RaggedCache
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.drafting.base import LOGIT_SIGNALS, CandidateBatch, Drafter, Expect
+from hf_dsde.decoding.drafter import LOGIT_SIGNALS, CandidateBatch, Drafter, Expect
+from hf_dsde.decoding.plan import RoundPlan
+from hf_dsde.decoding.sampling import ScoreProcessor, choose
+from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting.stop_flag import StopFlag
-from hf_dsde.graphs import RecordingCosts
-from hf_dsde.overlap import SideStream
+from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.model_runner import pass_seconds
+from hf_dsde.execution.spans import Span
+from hf_dsde.execution.streams import SideStream
 from hf_dsde.policies import DraftStep, Signal, StoppingPolicy
-from hf_dsde.round_plan import RoundPlan
-from hf_dsde.runner import pass_seconds
-from hf_dsde.runners import create_runner
-from hf_dsde.sampling import ScoreProcessor, choose
-from hf_dsde.sequences import SequenceBatch
-from hf_dsde.spans import Span
-from hf_dsde.transfers import upload
+from hf_dsde.utils.transfers import upload
 
 UNKNOWN_TOKEN_LOGIT = -1e4
 """Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids

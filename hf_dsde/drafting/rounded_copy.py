@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_dsde.argument_checks import check_integer
+from hf_dsde.utils.checks import check_integer
 
 
 def rounded_copy(target: PreTrainedModel, bits: int = 4, group_size: int = 64) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_dsde.argument_checks import check_choice
+from hf_dsde.utils.checks import check_choice
 
 MODULES = ("output_equivalence", "speculative_acceptance")
 """Names of the modules: a comparison and a measurement."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_dsde.transfers import upload
+from hf_dsde.utils.transfers import upload
 
 PLAIN_NOWCAST, NOWCAST, FIRST, NEXT = range(4)
 FEATURES = 7

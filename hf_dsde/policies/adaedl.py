@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dsde.argument_checks import check_choice, check_integer, check_number
 from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, StoppingPolicy
 from hf_dsde.policies.registry import register
 from hf_dsde.policies.row_history import RowState
+from hf_dsde.utils.checks import check_choice, check_integer, check_number
 
 TARGET_RATE = 0.9
 """alpha: the acceptance rate that the threshold is steered towards."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_dsde import signals
 from hf_dsde.costs import LiveCosts
-from hf_dsde.fused.dispatch import ops_for
+from hf_dsde.kernels.dispatch import ops_for
 
 
 class Signal(Enum):

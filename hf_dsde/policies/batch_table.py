@@ -14,11 +14,11 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from hf_dsde.argument_checks import check_integer, check_number
 from hf_dsde.costs import BatchCosts
 from hf_dsde.policies.base import BatchInfo, RoundOutcome, StoppingPolicy
 from hf_dsde.policies.registry import register
 from hf_dsde.policies.row_history import RowState
+from hf_dsde.utils.checks import check_integer, check_number
 
 DEFAULT_TABLE = {1: 3, 8: 3, 32: 3, 128: 1}
 """Best fixed lengths of one pair in a replay of recorded acceptances: SmolLM2-135M-Instruct with a distilled draft of

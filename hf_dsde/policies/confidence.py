@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dsde.argument_checks import check_flag, check_integer, check_number
 from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.registry import register
 from hf_dsde.policies.row_history import RowState, append_newest
+from hf_dsde.utils.checks import check_flag, check_integer, check_number
 
 MINIMUM_SAMPLES = 6
 """Transformers moves the threshold once it has seen more than five samples."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_dsde.costs import LiveCosts
 from hf_dsde.policies.base import BatchInfo
-from hf_dsde.transfers import upload
+from hf_dsde.utils.transfers import upload
 
 
 class CostTable:

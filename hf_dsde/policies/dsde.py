@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_dsde import signals
-from hf_dsde.argument_checks import check_choice, check_flag, check_integer, check_number
 from hf_dsde.policies.base import BatchInfo, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.registry import register
 from hf_dsde.policies.row_history import RowState, append_newest
+from hf_dsde.utils.checks import check_choice, check_flag, check_integer, check_number
 
 _VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {

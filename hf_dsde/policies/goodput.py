@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dsde.argument_checks import check_choice, check_integer, check_number
 from hf_dsde.policies.base import BatchInfo, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.cost_table import CostTable
 from hf_dsde.policies.registry import register
+from hf_dsde.utils.checks import check_choice, check_integer, check_number
 
 
 def expected_tokens(acceptance: Tensor, longest: int) -> Tensor:

@@ -14,7 +14,6 @@ import math
 import torch
 from torch import Tensor
 
-from hf_dsde.argument_checks import check_integer, check_number
 from hf_dsde.policies import acceptance_model as model
 from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.cost_table import CostTable
@@ -29,7 +28,8 @@ from hf_dsde.policies.marginal_gain import (
     padded_block,
 )
 from hf_dsde.policies.registry import register
-from hf_dsde.transfers import upload
+from hf_dsde.utils.checks import check_integer, check_number
+from hf_dsde.utils.transfers import upload
 
 RATE_PRIOR = 4.0
 """Rounds of (1 plain step, 1.5 tokens) to begin with."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_dsde.argument_checks import check_integer
 from hf_dsde.policies.base import BatchInfo, StoppingPolicy
 from hf_dsde.policies.registry import register
+from hf_dsde.utils.checks import check_integer
 
 
 @register("static")

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_dsde.argument_checks import check_choice, check_integer, check_number
 from hf_dsde.policies.adaedl import AdaEDLPolicy
 from hf_dsde.policies.bandits import BANDITS, ArmStatistics, best_arm
 from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, StoppingPolicy
 from hf_dsde.policies.registry import register
 from hf_dsde.policies.row_history import RowState
+from hf_dsde.utils.checks import check_choice, check_integer, check_number
 
 ARMS = ("max_confidence", "svip", "adaedl", "svip_difference", "logit_margin")
 SCOPES = ("batch", "row")

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from hf_dsde import provenance
-from hf_dsde.argument_checks import check_integer
+from hf_dsde.measurement import provenance
 from hf_dsde.replay import references
 from hf_dsde.replay.draws import SequenceQueue
 from hf_dsde.replay.pricing import CostSetting
@@ -27,6 +26,7 @@ from hf_dsde.replay.results import Cell, PolicyScore
 from hf_dsde.replay.simulator import PRICED, Replay, RoundLog
 from hf_dsde.replay.specs import PolicySpec
 from hf_dsde.replay.trace_tables import TraceTable
+from hf_dsde.utils.checks import check_integer
 
 TOKENS_PER_ROW = 300
 """A run emits at least this many tokens per row, so that large batches get beyond their first sequences."""

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dsde.replay.experiment import ReplayResult
 from hf_dsde.replay.results import Cell, Gap
+from hf_dsde.utils.palette import COLOURS, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
 """All but the grey, which is the oracle's."""
-MARKERS = "osD^vPX<>*"
 """One more than colours, so that a colour comes back with another marker."""
 LINEAR_WITHIN = 10.0
 """Gaps are drawn to scale up to this many percent, and logarithmically beyond."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dsde.argument_checks import check_integer, check_number
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
+from hf_dsde.utils.checks import check_integer, check_number
 
 DEFAULT_SLOPE = 0.025
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dsde.argument_checks import check_integer
 from hf_dsde.policies import BatchInfo, DraftStep, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.replay.draws import SequenceQueue
 from hf_dsde.replay.pricing import RoundPrices
 from hf_dsde.replay.trace_tables import Integers
+from hf_dsde.utils.checks import check_integer
 
 VOCABULARY_SIZE = 49152
 """What policies are told; traces hold scalars, so that nothing else depends on it."""

@@ -18,22 +18,24 @@ import torch
 from torch import Tensor
 from transformers import BatchEncoding, EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from hf_dsde import compat, demo, provenance, refusals
-from hf_dsde.argument_checks import check_flag, check_integer
+from hf_dsde import compat
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.loop import SpeculativeLoop
-from hf_dsde.loop_builder import build_loop
-from hf_dsde.pairs import Pair
-from hf_dsde.sampling import BlockProcessor
-from hf_dsde.sequences import SequenceBatch
-from hf_dsde.statistics import StatisticsRecorder
-from hf_dsde.stopping import Stopping
+from hf_dsde.decoding.loop import SpeculativeLoop
+from hf_dsde.decoding.sampling import BlockProcessor
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.stopping import Stopping
+from hf_dsde.integration import validation as refusals
+from hf_dsde.integration.loop_builder import build_loop
+from hf_dsde.measurement import provenance
+from hf_dsde.measurement.statistics import StatisticsRecorder
+from hf_dsde.pairs import Pair, encode, end_tokens
 from hf_dsde.trace.position_signals import position_signals
 from hf_dsde.trace.prompts import Prompt
 from hf_dsde.trace.rounds import RoundNotes, RoundRecording, WatchingPolicy
 from hf_dsde.trace.schema import COMMITTED, DRAFTED
 from hf_dsde.trace.scoring import Text, score_answers
 from hf_dsde.trace.writer import FLOAT32_MANTISSA_BITS, TraceWriter
+from hf_dsde.utils.checks import check_flag, check_integer
 
 TEMPERATURES = (0.0, 1.0)
 """Temperatures at which tokens are drawn from the distributions that the columns describe, or are their modes."""
@@ -117,7 +119,7 @@ def record_trace(
     Raises:
         FileExistsError: The folder is not empty.
         ValueError: An argument is out of bounds, a prompt with its answer exceeds a model's context, or for any reason
-            in `hf_dsde.refusals.check_models`.
+            in `hf_dsde.integration.validation.check_models`.
     """
     settings = _Settings(
         max_new_tokens=check_integer("max_new_tokens", max_new_tokens, 1),
@@ -204,7 +206,7 @@ def _generate(
 def _criteria(pair: Pair, input_ids: Tensor, max_new_tokens: int) -> StoppingCriteriaList:
     """An answer ends at the limit and at the target's end-of-sequence tokens."""
     criteria = StoppingCriteriaList([MaxLengthCriteria(input_ids.shape[1] + max_new_tokens)])
-    ends = demo.end_tokens(pair)
+    ends = end_tokens(pair)
     if ends:
         criteria.append(EosTokenCriteria(torch.tensor(ends, device=input_ids.device)))
     return criteria
@@ -240,7 +242,7 @@ def _batches(pair: Pair, prompts: Sequence[Prompt], temperatures: Sequence[float
     parts: list[tuple[int, Sequence[Prompt], BatchEncoding]] = []
     for first in range(0, len(prompts), batch_size):
         part = prompts[first : first + batch_size]
-        inputs = demo.encode(pair.tokenizer, [prompt.text for prompt in part]).to(pair.target.device)
+        inputs = encode(pair.tokenizer, [prompt.text for prompt in part]).to(pair.target.device)
         parts.append((first, part, inputs))
     for number, temperature in enumerate(temperatures):
         for first, part, inputs in parts:

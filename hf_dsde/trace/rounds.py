@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dsde.outputs import Recording
+from hf_dsde.decoding.recording import Recording
 from hf_dsde.policies import DraftStep, RoundOutcome, StaticPolicy
 from hf_dsde.trace.position_signals import position_signals
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.model import UNKNOWN_TOKEN_LOGIT
-from hf_dsde.runner import EagerRunner
-from hf_dsde.spans import Span
+from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.spans import Span
 
 POSITIONS_AT_ONCE = 128
 """Positions, over all rows, whose logits exist at the same time: 25 MB of them per model at 49,152 tokens."""

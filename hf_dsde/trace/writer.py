@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from hf_dsde.argument_checks import check_integer
 from hf_dsde.trace.schema import DESCRIPTION_NAME, FORMAT, SIGNAL_COLUMNS, TABLES, VERSION, table_schema
+from hf_dsde.utils.checks import check_integer
 
 ROW_GROUP = 1 << 16
 """Rows that are collected before they are written: about 5 MB of scalars."""

@@ -15,10 +15,12 @@ import torch
 from tiny_pair import tiny_pair
 from typer.testing import CliRunner
 
-from hf_dsde import batch_cli, cli, pairs
+from hf_dsde import pairs
 from hf_dsde.batch.generator import BatchGenerator
 from hf_dsde.batch.output import read_results
 from hf_dsde.batch.progress import JobProgress
+from hf_dsde.cli import generate as batch_cli
+from hf_dsde.cli import main as cli
 from hf_dsde.config import SpeculationConfig
 
 RUNNER = CliRunner()
@@ -370,7 +372,8 @@ def _shell(folder, *arguments):
     paths = [str(Path(cli.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Shells start background commands with the signal ignored, and with them what these start.
     start = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from hf_dsde.cli import app; app()"
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from hf_dsde.cli.main import app; app()"
     )
     settings = ["--policy", "static", "--max-new-tokens", "6"]
     return subprocess.Popen(

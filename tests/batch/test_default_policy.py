@@ -11,10 +11,11 @@ from tiny_pair import tiny_pair
 from typer.testing import CliRunner
 from watched_forward import watch
 
-from hf_dsde import SpeculationConfig, cli, pairs
+from hf_dsde import SpeculationConfig, pairs
 from hf_dsde.batch import job
 from hf_dsde.batch.generator import BatchGenerator
 from hf_dsde.batch.output import read_results
+from hf_dsde.cli import main as cli
 
 PROMPTS = ["abc", "fedcba", "d", "bcdbcd", "ee"]
 NO_DRAFTS = SpeculationConfig("static", {"num_draft_tokens": 0})

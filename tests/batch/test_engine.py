@@ -24,14 +24,15 @@ from transformers import (
 )
 
 import hf_dsde
-from hf_dsde import SpeculationConfig, loop_builder
+from hf_dsde import SpeculationConfig
 from hf_dsde.batch.admission import CacheBudget, Refilling
 from hf_dsde.batch.engine import BatchEngine
 from hf_dsde.batch.preparation import Preparation
 from hf_dsde.batch.refill_loop import FinishedText
 from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.results import END_TOKEN, LENGTH, STOP
-from hf_dsde.generation import Speculation
+from hf_dsde.integration import loop_builder
+from hf_dsde.integration.generation import Speculation
 
 TOKENIZER = tiny_tokenizer()
 
@@ -154,7 +155,7 @@ def test_recorded_passes_store_long_prompts_in_several(
     recording: list[NotingCapture],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hf_dsde.graph_runner.STORED_SIZES", (4, 8))
+    monkeypatch.setattr("hf_dsde.execution.graph_runner.STORED_SIZES", (4, 8))
     pair = Pair.of()
     check(pair, pair.engine(SpeculationConfig("static", runner="graph"), rows=2), MIXED[:5])
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from waits import noted_waits
 
 from hf_dsde import BatchGenerator, BatchSizeWarning, RunnerWarning, release_memory
-from hf_dsde.fused.families import why_not_fused
-from hf_dsde.graph_runner import GraphRunner
-from hf_dsde.memory import cache_bytes
+from hf_dsde.execution.fused_families import why_not_fused
+from hf_dsde.execution.graph_runner import GraphRunner
+from hf_dsde.execution.memory import cache_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -119,7 +119,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.M
     for model in (target, draft):
         release_memory(model)  # what other tests left fits already
     room = cache_bytes(target, 3, 256)  # the longest row needs 231 slots, and gets 256
-    monkeypatch.setattr("hf_dsde.memory.free_bytes", lambda device: room)
+    monkeypatch.setattr("hf_dsde.execution.memory.free_bytes", lambda device: room)
     made = generator((target, draft), cache_budget=10**12)
     with pytest.warns(BatchSizeWarning, match="Memory ran out with 4 rows"):
         assert texts(made) == alone()

@@ -9,7 +9,7 @@ from tiny_models import noisy_copy, tiny_model
 from tiny_pair import tiny_pair
 from tiny_text import tiny_tokenizer
 
-import hf_dsde.memory
+import hf_dsde.execution.memory
 from hf_dsde.batch import admission, memory_plan
 from hf_dsde.batch.generator import BatchGenerator
 from hf_dsde.config import SpeculationConfig
@@ -139,7 +139,7 @@ def test_caches_of_the_longest_texts_stay_within_the_budget():
 
 
 def test_a_device_that_says_what_is_free_limits_the_caches(monkeypatch):
-    for module in (hf_dsde.memory, admission, memory_plan):
+    for module in (hf_dsde.execution.memory, admission, memory_plan):
         monkeypatch.setattr(module, "free_bytes", lambda device: 1_000_000)
     (device,) = _generator().memory_plan().devices
     assert device.free_bytes == 1_000_000

@@ -12,11 +12,11 @@ import torch
 from resumed_job import generator, prompts
 from watched_forward import watch
 
-from hf_dsde import loop_builder
 from hf_dsde.batch import engine
 from hf_dsde.batch.engine import BatchSizeWarning
 from hf_dsde.batch.output import read_results
-from hf_dsde.runner import ModelRunner
+from hf_dsde.execution.model_runner import ModelRunner
+from hf_dsde.integration import loop_builder
 
 ROWS = prompts()[:20]
 POISON = 95

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hf_dsde.batch.job_statistics import JobStatistics, RowCounter
-from hf_dsde.counts import RecordedRound, settle
+from hf_dsde.measurement.counts import RecordedRound, settle
 from hf_dsde.policies.base import PhaseTimes
 
 TIMES = PhaseTimes(0.5, 0.25, 0.125)

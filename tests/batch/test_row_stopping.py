@@ -14,7 +14,7 @@ from tiny_text import spelling_tokenizer
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 from hf_dsde.batch.row_stopping import RowStopping
-from hf_dsde.sequences import SequenceBatch
+from hf_dsde.decoding.sequences import SequenceBatch
 
 TOKENIZER = spelling_tokenizer("ab", "bc", "ca", "aa")
 """Of ten tokens, of which the first is taken for padding: it spells `a`, and would count if it was shown."""

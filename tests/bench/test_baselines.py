@@ -8,13 +8,14 @@ import pytest
 import torch
 from tiny_pair import PROMPTS, tiny_pair
 
-from hf_dsde import cost_measurement
-from hf_dsde.bench import baselines, peers
-from hf_dsde.bench.baselines import BASELINES, PeerMethod, forget_static_cache, parse_baseline
+from hf_dsde.bench import baselines
+from hf_dsde.bench.baselines import BASELINES, forget_static_cache, parse_baseline
 from hf_dsde.bench.methods import Answer, PolicyMethod, Request, pad_token, parse_policy
+from hf_dsde.bench.peer_methods import PeerMethod
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.demo import encode
-from hf_dsde.integration import enable
+from hf_dsde.decoding import cost_measurement
+from hf_dsde.integration.hooks import enable
+from hf_dsde.pairs import encode
 
 TEXTS = [prompt.text for prompt in PROMPTS]
 TOKENS = 12
@@ -204,7 +205,7 @@ class StubPeer:
 
 def test_peers_are_found_by_name_and_keep_their_contract(monkeypatch):
     stub = StubPeer()
-    monkeypatch.setattr(peers, "PEERS", {"stub": stub})
+    monkeypatch.setattr(baselines, "PEERS", {"stub": stub})
     method = parse_baseline("stub")
     assert isinstance(method, PeerMethod)
     assert method.kind == "peer"
@@ -242,7 +243,7 @@ def test_of_these_only_the_static_cache_leaves_compiled_code():
 
 def test_each_method_knows_only_what_its_own_calls_have_cost(monkeypatch):
     timed = []
-    monkeypatch.setattr("hf_dsde.loop.live_costs", cost_measurement.live_costs)
+    monkeypatch.setattr("hf_dsde.decoding.loop.live_costs", cost_measurement.live_costs)
     monkeypatch.setattr(
         cost_measurement, "pass_seconds", lambda runner, width, longest: timed.append(width) or float(width)
     )

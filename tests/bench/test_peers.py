@@ -20,7 +20,8 @@ from tiny_models import EOS, PAD, ragged_batch
 from tiny_pair import tiny_pair
 
 from hf_dsde.bench.baselines import BASELINES, Request
-from hf_dsde.bench.peers import PEERS, EconomizePeer, FlashSpecPeer, PeerBuilder, PeerOutput
+from hf_dsde.bench.peer_methods import PEERS, PeerBuilder
+from hf_dsde.bench.peers import EconomizePeer, FlashSpecPeer, PeerOutput
 from hf_dsde.pairs import Pair
 
 NEW_TOKENS = 12

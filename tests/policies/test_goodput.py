@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference_goodput import ReferenceGoodput
 
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
-from hf_dsde.graph_runner import next_row_count
+from hf_dsde.execution.graph_runner import next_row_count
 from hf_dsde.policies import BatchInfo, GoodputPolicy, RoundOutcome, StaticPolicy, StoppingPolicy
 from hf_dsde.policies.goodput import expected_tokens
 

@@ -8,7 +8,7 @@ import pytest
 from synthetic_traces import write_trace
 from typer.testing import CliRunner
 
-from hf_dsde.cli import app
+from hf_dsde.cli.main import app
 from hf_dsde.costs import CostModel
 from hf_dsde.policies import available_policies
 

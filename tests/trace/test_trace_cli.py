@@ -9,7 +9,7 @@ import torch
 from tiny_pair import tiny_pair
 from typer.testing import CliRunner
 
-from hf_dsde import cli
+from hf_dsde.cli import main as cli
 from hf_dsde.trace import load_trace
 
 RUNNER = CliRunner()

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from tiny_pair import tiny_pair
 
-from hf_dsde import demo
-from hf_dsde.pairs import Pair
+from hf_dsde.pairs import Pair, encode
 from hf_dsde.trace import Prompt, Trace, load_trace, record_trace
 
 PROMPTS = (
@@ -42,7 +41,7 @@ class Recorded:
 
     def prompt_tokens(self, sequence: int) -> list[int]:
         text = self.prompts[sequence % len(self.prompts)].text
-        return demo.encode(self.pair.tokenizer, [text])["input_ids"][0].tolist()
+        return encode(self.pair.tokenizer, [text])["input_ids"][0].tolist()
 
     def answer(self, sequence: int) -> list[int]:
         return [row["token"] for row in self.committed if row["sequence"] == sequence]

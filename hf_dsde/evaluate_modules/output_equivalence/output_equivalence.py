@@ -15,8 +15,8 @@ import datasets
 import evaluate
 import torch
 
-from hf_dsde.argument_checks import check_number
 from hf_dsde.divergence import DEFAULT_TOLERANCE_ULPS, Verdict, ulp
+from hf_dsde.utils.checks import check_number
 
 _DESCRIPTION = """
 Whether two ways of decoding gave the same outputs: the share of equal sequences, the position at which the others part,

@@ -13,9 +13,9 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_dsde.argument_checks import check_integer
-from hf_dsde.counts import RowCounts
-from hf_dsde.statistics import SpeculationStatistics
+from hf_dsde.measurement.counts import RowCounts
+from hf_dsde.measurement.statistics import SpeculationStatistics
+from hf_dsde.utils.checks import check_integer
 
 _DESCRIPTION = """
 Acceptance in speculative decoding, from counts of each sequence: what share of the draft tokens the target accepted,

@@ -1,0 +1,1 @@
+"""The commands of `hf-dsde`, one file each."""

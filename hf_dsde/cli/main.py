@@ -1,0 +1,99 @@
+"""The command line: arguments in, `demo` or `pairs` at work, rich output out. Nothing is computed here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from hf_dsde import pairs
+from hf_dsde.cli.bench import bench_command, bench_prompts_command, bench_show_command
+from hf_dsde.cli.demo import run as demo
+from hf_dsde.cli.demo import view as demo_view
+from hf_dsde.cli.generate import generate_command
+from hf_dsde.cli.options import DeviceOption, Dtype, progress
+from hf_dsde.cli.profile import profile_command
+from hf_dsde.cli.replay import replay_command
+from hf_dsde.cli.trace import trace_command
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.policies import available_policies
+
+app = typer.Typer(
+    help="Batched assisted generation with a draft length per sequence.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _check_policy(name: str) -> str:
+    if name not in available_policies():
+        raise typer.BadParameter(f"{name!r} is no policy; take one of {', '.join(available_policies())}")
+    return name
+
+
+PolicyOption = Annotated[
+    str, typer.Option("--policy", callback=_check_policy, help="Policy that chooses the draft lengths.")
+]
+NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Limit of every answer.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the result there.")]
+
+
+@app.command("demo")
+def demo_command(
+    device: DeviceOption,
+    dtype: Annotated[
+        list[Dtype] | None, typer.Option("--dtype", help="Repeat for several.", show_default="float32 and bfloat16")
+    ] = None,
+    max_new_tokens: NewTokensOption = 64,
+    policy: PolicyOption = "dsde",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method.")] = 3,
+    json_path: JsonOption = None,
+) -> None:
+    """Answer eight prompts in one batch with a real model, plain and with speculation."""
+    console = Console()
+    static = demo.Method("static, 2 tokens", SpeculationConfig("static", {"num_draft_tokens": 2}))
+    chosen = demo.Method(policy, SpeculationConfig(policy))
+    options = demo.DemoOptions(
+        dtypes=tuple(d.torch for d in dtype or (Dtype.FLOAT32, Dtype.BFLOAT16)),
+        methods=(chosen, static),
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        device=torch.device(device),
+    )
+    with progress(console) as bar:
+        task = bar.add_task("starting", total=options.runs + len(options.dtypes))
+
+        def on_step(description: str) -> None:
+            # Advancing when a step begins would count it before it is done.
+            bar.update(task, description=description, advance=int(bar.tasks[0].description != "starting"))
+            if not console.is_terminal:
+                # A log file shows no moving bar, and minutes of silence look like a hang.
+                console.print(description, style="dim")
+
+        result = demo.run_demo(options, pairs.load_packaged_pair, on_step)
+        bar.update(task, description="done", advance=1)
+    console.print(demo_view.result_view(result))
+    if json_path is not None:
+        _write_json(json_path, result.to_dict())
+        console.print(f"result written to {json_path}")
+    if not result.is_exact:
+        console.print("Outputs differ from plain generate's in a precision that promises equality.", style="bold red")
+        raise typer.Exit(1)
+
+
+app.command("bench")(bench_command)
+app.command("bench-prompts")(bench_prompts_command)
+app.command("bench-show")(bench_show_command)
+app.command("generate")(generate_command)
+app.command("profile")(profile_command)
+app.command("replay")(replay_command)
+app.command("trace")(trace_command)
+
+
+def _write_json(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

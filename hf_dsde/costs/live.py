@@ -1,0 +1,161 @@
+"""One call's view of costs: it knows how many rows are in the passes and follows the timings of the rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_dsde.costs.model import BatchCosts, CostCurve, CostModel
+
+OBSERVED_RATE = 0.1
+"""Weight of a new timing in the cost of the width it was taken at."""
+FAR_CHEAPER = 0.8
+"""Below this fraction of what was expected, a timing says that a draft step had been taken for far too dear ..."""
+FAR_CHEAPER_RATE = 0.5
+"""... and has this weight: no stall makes a step so fast, and a step that is too dear is hardly ever timed again."""
+RESUMED_RATE = 0.5
+"""Weight of a new timing in what it takes to draft again: such rounds are few."""
+MOST_BESIDES = 2.0
+"""Passes of one column per row that drafting again, or what a round takes besides, counts as at most."""
+SHARED_RATE = 0.05
+"""Weight of a new timing in the costs of all other widths: as contexts grow, widths that are not used cost more too."""
+LARGEST_RATIO = 1.25
+"""A timing counts as at most this many times what was expected: hosts stall, now and then for a dozen rounds ..."""
+LEAST_RATIO = 0.5
+"""... and as at least this fraction of it."""
+VERSION_TOLERANCE = 0.02
+"""Costs count as changed when one has moved by this fraction."""
+
+
+class LiveCosts:
+    """One call's costs: those of a `CostModel` at first, then what its own rounds show.
+
+    Args:
+        model: Where to start.
+        rows: Rows in the passes.
+        refresh: Whether timings move the costs. Without, decisions that rest on costs can be repeated exactly.
+
+    Attributes:
+        version: Grows whenever a cost has changed by a few percent, so that whoever keeps a table of them can tell.
+    """
+
+    def __init__(self, model: CostModel, rows: int, *, refresh: bool = True) -> None:
+        self._model = model
+        self._rows = self._first_rows = rows
+        self._refresh = refresh
+        self._costs = self._announced = self._first_costs = model.at(rows)
+        self._timed_widths = set(self._costs.verify.counts)
+        self._by_tokens: dict[int, float] = {}  # seconds of passes of a number of tokens, in more rows than now
+        self._drafted = rows, self._costs.draft_step  # rows and seconds of the last draft step that was timed
+        self.version = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows in the passes now."""
+        return self._rows
+
+    @property
+    def current(self) -> BatchCosts:
+        """The costs as they are known now."""
+        return self._costs
+
+    @property
+    def learnt(self) -> CostModel:
+        """What the rounds of the whole batch have shown, before rows left it: smaller batches were not measured."""
+        costs = self._costs if self._rows == self._first_rows else self._first_costs
+        return CostModel({self._first_rows: costs})
+
+    def set_rows(self, rows: int) -> None:
+        """Take note that passes have another number of rows from now on; what was learnt carries over, as ratios.
+
+        Of batches smaller than any that was measured, nothing is known but passes of as few tokens.
+        """
+        if rows == self._rows:
+            return
+        if self._rows == self._first_rows:
+            self._first_costs = self._costs
+        self._by_tokens |= {self._rows * width: self._costs.verify.at(width) for width in self._timed_widths}
+        self._timed_widths.clear()
+        if self._refresh and rows < min(self._model.batches):
+            self._costs = self._with_fewer_rows(rows)
+            self._rows = rows
+            self._announce()
+            return
+        before, after = self._model.at(self._rows), self._model.at(rows)
+        learnt = self._costs
+        widths = tuple(sorted({*after.verify.counts, *learnt.verify.counts}))
+        seconds = tuple(after.verify.at(w) * learnt.verify.at(w) / before.verify.at(w) for w in widths)
+        draft_step = after.draft_step * learnt.draft_step / before.draft_step
+        self._costs = replace(learnt, draft_step=draft_step, verify=CostCurve(widths, seconds))
+        self._rows = rows
+        self._announce()
+
+    def _with_fewer_rows(self, rows: int) -> BatchCosts:
+        """The costs if a pass took what one of as many tokens has taken, in whatever rows; a draft step likewise."""
+        widths = self._costs.verify.counts
+        verify = CostCurve(widths, tuple(self._pass_seconds(rows * width) for width in widths))
+        drafted_rows, draft_step = self._drafted
+        draft_step *= self._pass_seconds(rows) / self._pass_seconds(drafted_rows)
+        return replace(self._costs, draft_step=draft_step, verify=verify)
+
+    def _pass_seconds(self, tokens: int) -> float:
+        """Seconds of a pass of so many tokens, by those that were seen; of fewer, by the slope of the smallest two."""
+        counts = tuple(sorted(self._by_tokens))
+        curve = CostCurve(counts, tuple(self._by_tokens[count] for count in counts))
+        if tokens >= counts[0] or len(counts) == 1:
+            return curve.at(tokens)
+        slope = max(curve.seconds[1] - curve.seconds[0], 0.0) / (counts[1] - counts[0])
+        # Held too dear, a plain step would never be run again to show what it takes.
+        return max(curve.seconds[0] - slope * (counts[0] - tokens), curve.seconds[0] / 2)
+
+    def observe(
+        self, *, draft_steps: int, width: int, draft: float, verify: float, overhead: float, resumed: bool = False
+    ) -> None:
+        """Learn from a round.
+
+        Args:
+            draft_steps: Draft steps that were made.
+            width: Columns per row of the target's pass.
+            draft: Seconds of all draft steps together.
+            verify: Seconds of the pass.
+            overhead: Seconds of everything else.
+            resumed: Whether rounds without drafts lie before this one, so that the draft had something to catch up on.
+        """
+        if not self._refresh:
+            return
+        known = self._costs
+        draft_step, resumption = known.draft_step, known.resumption
+        if draft_steps:
+            ratio = _bounded_ratio(draft / draft_steps, draft_step)
+            if ratio < 1 or not resumed:
+                rate = FAR_CHEAPER_RATE if ratio < FAR_CHEAPER else OBSERVED_RATE
+                draft_step *= 1 + rate * (ratio - 1)
+            self._drafted = self._rows, draft_step
+        if draft_steps and resumed:
+            besides = min(max(draft - draft_steps * draft_step, 0.0), MOST_BESIDES * known.verify.at(1))
+            resumption += (RESUMED_RATE if resumption else 1.0) * (besides - resumption)
+        self._timed_widths.add(width)
+        expected = known.verify.at(width)
+        ratio = _bounded_ratio(verify, expected)
+        curve = known.verify.scaled(1 + SHARED_RATE * (ratio - 1))
+        curve = curve.with_point(width, expected * (1 + OBSERVED_RATE * (ratio - 1)))
+        overhead = known.overhead + OBSERVED_RATE * (min(overhead, MOST_BESIDES * known.verify.at(1)) - known.overhead)
+        self._costs = BatchCosts(draft_step, curve, overhead, resumption)
+        if self._moved():
+            self._announce()
+
+    def _moved(self) -> bool:
+        then, now = self._announced, self._costs
+        widths = {*then.verify.counts, *now.verify.counts}
+        pairs = [(then.draft_step, now.draft_step), *((then.verify.at(w), now.verify.at(w)) for w in widths)]
+        besides = abs(now.overhead - then.overhead) + abs(now.resumption - then.resumption)
+        return besides / now.verify.at(1) > VERSION_TOLERANCE or any(
+            abs(b / a - 1) > VERSION_TOLERANCE for a, b in pairs
+        )
+
+    def _announce(self) -> None:
+        self._announced = self._costs
+        self.version += 1
+
+
+def _bounded_ratio(measured: float, expected: float) -> float:
+    return min(max(measured / expected, LEAST_RATIO), LARGEST_RATIO)

@@ -1,0 +1,205 @@
+"""What a round costs: seconds of a draft step and of a verification pass, by the batch that they run for.
+
+Measured, given or loaded; it does not change. Nothing here touches a model or a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from hf_dsde.utils.checks import check_integer, check_number
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds as a function of a count, piecewise linear between measured points.
+
+    Below the first point a curve is flat; beyond the last it continues with the slope of the last two.
+
+    Attributes:
+        counts: Where it was measured, ascending.
+        seconds: What was measured there, more than 0.
+
+    Raises:
+        ValueError: If the points do not ascend, or their numbers differ.
+    """
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Check the points."""
+        object.__setattr__(self, "counts", tuple(self.counts))
+        object.__setattr__(self, "seconds", tuple(self.seconds))
+        if not self.counts or len(self.counts) != len(self.seconds):
+            raise ValueError(
+                f"`counts` has {len(self.counts)} entries and `seconds` {len(self.seconds)}; a curve needs as many of "
+                "one as of the other, and at least one."
+            )
+        for count, seconds in zip(self.counts, self.seconds, strict=True):
+            check_integer("counts", count, 1)
+            check_number("seconds", seconds, 0.0, open_minimum=True)
+        if any(a >= b for a, b in pairwise(self.counts)):
+            raise ValueError(f"`counts` is {self.counts}, but ascending counts are needed.")
+
+    def at(self, count: int) -> float:
+        """Seconds at a count."""
+        counts, seconds = self.counts, self.seconds
+        if count <= counts[0] or len(counts) == 1:
+            return seconds[0]
+        right = next((i for i, known in enumerate(counts) if known >= count), len(counts) - 1)
+        share = (count - counts[right - 1]) / (counts[right] - counts[right - 1])
+        value = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+        # Noise can make the last slope negative; a wider pass is never taken to be cheaper for that.
+        return value if count <= counts[-1] else max(value, seconds[-1])
+
+    def scaled(self, factor: float) -> CostCurve:
+        """The curve with all seconds multiplied."""
+        return CostCurve(self.counts, tuple(factor * second for second in self.seconds))
+
+    def with_point(self, count: int, seconds: float) -> CostCurve:
+        """The curve with one point moved or added."""
+        points = dict(zip(self.counts, self.seconds, strict=True)) | {count: seconds}
+        return CostCurve(tuple(sorted(points)), tuple(points[known] for known in sorted(points)))
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """Costs of the passes of one batch size.
+
+    Attributes:
+        draft_step: Seconds of one draft step.
+        verify: Seconds of the target's pass, by columns per row.
+        overhead: Seconds a round takes besides.
+        resumption: Seconds that drafting takes besides behind rounds without drafts, all of whose tokens the draft has
+            missed; 0 until it has been seen.
+    """
+
+    draft_step: float
+    verify: CostCurve
+    overhead: float = 0.0
+    resumption: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_number("draft_step", self.draft_step, 0.0, open_minimum=True)
+        check_number("overhead", self.overhead, 0.0)
+        check_number("resumption", self.resumption, 0.0)
+
+    def round_seconds(self, draft_steps: int) -> float:
+        """Seconds of a round in which every row drafts `draft_steps` tokens."""
+        return draft_steps * self.draft_step + self.verify.at(draft_steps + 1) + self.overhead
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of a pair of models by batch size.
+
+    Attributes:
+        batches: What was measured, by number of rows. Other batch sizes are interpolated linearly; beyond the smallest
+            and the largest the nearest one counts.
+
+    Raises:
+        ValueError: If there is none, or a number of rows is no positive integer.
+    """
+
+    batches: Mapping[int, BatchCosts]
+
+    def __post_init__(self) -> None:
+        """Check the batch sizes."""
+        if not self.batches:
+            raise ValueError("`batches` is empty; costs of at least one batch size are needed.")
+        for rows in self.batches:
+            check_integer("batches", rows, 1)
+        object.__setattr__(self, "batches", dict(sorted(self.batches.items())))
+
+    def at(self, rows: int) -> BatchCosts:
+        """Costs at a batch size."""
+        known = list(self.batches)
+        if rows <= known[0]:
+            return self.batches[known[0]]
+        if rows >= known[-1]:
+            return self.batches[known[-1]]
+        right = next(i for i, size in enumerate(known) if size >= rows)
+        share = (rows - known[right - 1]) / (known[right] - known[right - 1])
+        return _between(self.batches[known[right - 1]], self.batches[known[right]], share)
+
+    def merged(self, other: CostModel) -> CostModel:
+        """Both, `other`'s where both know a batch size."""
+        return CostModel({**self.batches, **other.batches})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values as JSON holds them."""
+        return {
+            str(rows): {
+                "draft_step": costs.draft_step,
+                "verify": {str(c): s for c, s in zip(costs.verify.counts, costs.verify.seconds, strict=True)},
+                "overhead": costs.overhead,
+                "resumption": costs.resumption,
+            }
+            for rows, costs in self.batches.items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
+        """The model that `to_dict` described.
+
+        Raises:
+            ValueError: If it is no such description.
+        """
+        try:
+            batches = {
+                int(rows): BatchCosts(
+                    draft_step=costs["draft_step"],
+                    verify=_curve(costs["verify"]),
+                    overhead=costs.get("overhead", 0.0),
+                    resumption=costs.get("resumption", 0.0),
+                )
+                for rows, costs in values.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as failure:
+            raise ValueError(
+                f"{_shortened(values)} describes no costs ({failure!r}). Expected, by number of rows: "
+                '{"8": {"draft_step": seconds, "verify": {"1": seconds, "5": seconds}, "overhead": seconds}}.'
+            ) from failure
+        return cls(batches)
+
+    @classmethod
+    def relative(cls, draft_cost: float, verify: Sequence[float], rows: int = 1) -> CostModel:
+        """Costs in units of a plain step.
+
+        Args:
+            draft_cost: Cost of a draft step.
+            verify: Cost of a pass of 1, 2, ... columns per row; the first is usually 1.
+            rows: The batch size they hold for.
+        """
+        curve = CostCurve(tuple(range(1, len(verify) + 1)), tuple(verify))
+        return cls({rows: BatchCosts(draft_cost, curve)})
+
+
+def _between(low: BatchCosts, high: BatchCosts, share: float) -> BatchCosts:
+    def mean(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    widths = sorted({*low.verify.counts, *high.verify.counts})
+    curve = CostCurve(tuple(widths), tuple(mean(low.verify.at(w), high.verify.at(w)) for w in widths))
+    return BatchCosts(
+        mean(low.draft_step, high.draft_step),
+        curve,
+        mean(low.overhead, high.overhead),
+        mean(low.resumption, high.resumption),
+    )
+
+
+def _curve(points: Mapping[str, float]) -> CostCurve:
+    by_count = sorted((int(count), seconds) for count, seconds in points.items())
+    return CostCurve(tuple(count for count, _ in by_count), tuple(seconds for _, seconds in by_count))
+
+
+def _shortened(values: object) -> str:
+    text = json.dumps(values, default=repr)
+    return text if len(text) < 200 else f"{text[:200]}..."

@@ -1,0 +1,1 @@
+"""The round: the loop, what passes between rounds, verification, sampling, endings."""

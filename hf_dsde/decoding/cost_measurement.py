@@ -1,0 +1,146 @@
+"""Measures what a pair's passes cost, on the models themselves, and remembers it for further calls.
+
+The passes write after the rows' texts, where nothing is kept. Costs are those of a batch size and of the conditions
+that passes run under: how they are run, in which dtype, and where.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
+from hf_dsde.decoding.drafter import Drafter
+from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
+
+MEASURED_WIDTHS = (1, 2, 3, 5, 9, 13)
+"""Columns per row at which the target's pass is timed; costs in between are interpolated."""
+
+Value = TypeVar("Value")
+PairMemory = WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, dict[Hashable, CostModel]]]
+
+
+class CostMemory:
+    """What calls have measured and learnt, for as long as the models live."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # collecting garbage may reach a weak dictionary in the middle of another use
+        self._pairs: PairMemory = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[PreTrainedModel, dict[Hashable, CostCurve]] = WeakKeyDictionary()
+
+    def of_pair(self, target: PreTrainedModel, draft: PreTrainedModel, conditions: Hashable = None) -> CostModel | None:
+        """Costs of a pair under some conditions, by default those that were learnt last; None if there are none."""
+        with self._lock:
+            known = self._pairs.get(target, WeakKeyDictionary()).get(draft, {})
+            return known.get(next(reversed(known), None) if conditions is None else conditions)
+
+    def learn(self, target: PreTrainedModel, draft: PreTrainedModel, conditions: Hashable, new: CostModel) -> CostModel:
+        """Keep costs, and return them together with those of other batch sizes."""
+        with self._lock:
+            known = self._pairs.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
+            old = known.pop(conditions, None)
+            known[conditions] = new if old is None else old.merged(new)
+            return known[conditions]
+
+    def of_model(self, model: PreTrainedModel, conditions: Hashable) -> CostCurve | None:
+        """Seconds of a model's pass by the number of tokens in it; None if they have not been measured."""
+        with self._lock:
+            return self._models.get(model, {}).get(conditions)
+
+    def keep(self, model: PreTrainedModel, conditions: Hashable, curve: CostCurve) -> None:
+        """Keep such seconds."""
+        with self._lock:
+            self._models.setdefault(model, {})[conditions] = curve
+
+
+_memory: ContextVar[CostMemory] = ContextVar("cost_memory", default=CostMemory())  # noqa: B039 - shared on purpose
+
+
+@contextmanager
+def remembering_in(memory: CostMemory) -> Iterator[None]:
+    """Let calls inside of a `with` block know and keep costs of their own, as measurements of methods need it."""
+    token = _memory.set(memory)
+    try:
+        yield
+    finally:
+        _memory.reset(token)
+
+
+def measure_costs(target: ModelRunner, drafter: Drafter, max_draft_length: int, longest: int) -> BatchCosts:
+    """Time draft steps and verification passes at the target's batch size.
+
+    Args:
+        target: Runner of the target.
+        drafter: What drafts for it.
+        max_draft_length: Wider passes than this many draft tokens need are not timed.
+        longest: Tokens in the longest row's cache.
+
+    Returns:
+        Seconds per pass. What a round costs besides is learnt from rounds.
+    """
+    widths = [width for width in MEASURED_WIDTHS if width <= max_draft_length + 1]
+    verify = CostCurve(tuple(widths), tuple(pass_seconds(target, width, longest) for width in widths))
+    return BatchCosts(draft_step=drafter.step_seconds(longest), verify=verify)
+
+
+def live_costs(target: ModelRunner, drafter: Drafter, config: SpeculationConfig, longest: int) -> LiveCosts:
+    """Costs for one call: those of the configuration, else what an earlier call has learnt, else measured now.
+
+    Args:
+        target: Runner of the target, with its prompts stored.
+        drafter: What drafts for it, likewise.
+        config: May hold costs.
+        longest: Tokens in the longest row's cache.
+    """
+    given = config.cost_model
+    if given is not None:
+        return LiveCosts(given, target.rows, refresh=config.refresh_costs)
+    memory = _memory.get()
+    known = memory.of_pair(target.model, drafter.model, _conditions(target, drafter))
+    if known is None or target.rows not in known.batches:
+        costs = measure_costs(target, drafter, config.max_draft_length, longest)
+        known = remember_costs(target, drafter, CostModel({target.rows: costs}))
+    return LiveCosts(known, target.rows, refresh=config.refresh_costs)
+
+
+def remembered_costs(target: PreTrainedModel, draft: PreTrainedModel) -> CostModel | None:
+    """What earlier calls with this pair measured, under the conditions of the last of them; None before the first."""
+    return _memory.get().of_pair(target, draft)
+
+
+def remember_costs(target: ModelRunner, drafter: Drafter, new: CostModel) -> CostModel:
+    """Keep costs for as long as both models live; return them together with those of other batch sizes.
+
+    Args:
+        target: Runner of the target.
+        drafter: What drafts for it.
+        new: Measured or learnt with them.
+    """
+    return _memory.get().learn(target.model, drafter.model, _conditions(target, drafter), new)
+
+
+def _conditions(target: ModelRunner, drafter: Drafter) -> Hashable:
+    return target.conditions, drafter.conditions
+
+
+def token_costs(runner: ModelRunner, longest: int) -> CostCurve:
+    """Seconds of a model's pass by the number of tokens in it, measured once per model, batch size and conditions.
+
+    Args:
+        runner: With its prompts stored.
+        longest: Tokens of the longest prompt.
+    """
+    memory, conditions = _memory.get(), (runner.rows, runner.conditions)
+    known = memory.of_model(runner.model, conditions)
+    if known is None:
+        seconds = tuple(pass_seconds(runner, width, longest) for width in MEASURED_WIDTHS)
+        known = CostCurve(tuple(runner.rows * width for width in MEASURED_WIDTHS), seconds)
+        memory.keep(runner.model, conditions, known)
+    return known

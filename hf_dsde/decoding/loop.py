@@ -1,0 +1,283 @@
+"""The decoding loop: draft, verify, commit, observe. A round fits on one page; the rest is setting up and handing out.
+
+The loop decides nothing about lengths (a policy does), proposals (a drafter), acceptance (`verification`) or endings
+(`stopping`). What passes from one round to the next is a `RoundPlan`, which does not change, and what `RunAhead` has
+let begin. It keeps one promise of its own: after drafting, a round waits for the device once, at its end. On a GPU the
+next round's first pass is then under way already, beside the policy's arithmetic: the device does not wait for the host
+either, nor the pass for lengths that it does not need yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.decoding import verification
+from hf_dsde.decoding.cost_measurement import live_costs, remember_costs
+from hf_dsde.decoding.drafter import CandidateBatch, Drafter
+from hf_dsde.decoding.outcome import FinishedRound, outcome_of
+from hf_dsde.decoding.plan import RoundPlan, next_plan, usable_lengths
+from hf_dsde.decoding.prefill import Prefill
+from hf_dsde.decoding.recording import Recording
+from hf_dsde.decoding.round_log import RoundLog, RoundRecord
+from hf_dsde.decoding.run_ahead import RunAhead
+from hf_dsde.decoding.sampling import ScoreProcessor
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.stopping import Stopping
+from hf_dsde.decoding.target_pass import VerificationPass
+from hf_dsde.decoding.token_feed import TokenFeed
+from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.execution.model_runner import ModelRunner
+from hf_dsde.execution.recorded_function import function_recorder
+from hf_dsde.measurement.clock import PhaseClock, TimedPolicy
+from hf_dsde.measurement.counts import RoundRecorder
+from hf_dsde.policies.base import BatchInfo, PhaseTimes, Signal, StoppingPolicy
+from hf_dsde.utils.transfers import Download
+
+COST_PROBE_ROUND = 3
+"""The round that runs without drafts to measure a plain step: late enough that everything is warm."""
+DROPPED_SHARE = 0.25
+"""Rows leave the models' passes when at least this share of the rows in them has finished."""
+COST_PROBE_MIN_TOKENS = 64
+"""Calls that may emit fewer tokens than this are not probed: a plain round would cost them too large a share."""
+
+
+class SpeculativeLoop:
+    """Generates a batch.
+
+    Args:
+        target: Runner of the target model.
+        drafter: Proposes tokens.
+        policy: Decides how many.
+        sequences: The batch, with its prompts.
+        process: Logits processors of the call.
+        stopping: Knows where a text ends.
+        statistics: Counts rounds.
+        do_sample: Sample if True, decode greedily otherwise.
+        config: Everything else that can be set.
+        recording: Where scores and logits go, when the output shall have them.
+        feed: Takes tokens as soon as they are certain.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: ModelRunner,
+        drafter: Drafter,
+        policy: StoppingPolicy,
+        sequences: SequenceBatch,
+        process: ScoreProcessor,
+        stopping: Stopping,
+        statistics: RoundRecorder,
+        do_sample: bool,
+        config: SpeculationConfig,
+        recording: Recording,
+        feed: TokenFeed,
+    ) -> None:
+        self._target = target
+        self._verification = VerificationPass(target, config)
+        self._drafter = drafter
+        self._policy = TimedPolicy(policy)
+        self._sequences = sequences
+        self._process = process
+        self._do_sample = do_sample
+        self._config = config
+        self._recording = recording
+        self._feed = feed
+        self._stopping = stopping
+        self._statistics = statistics
+        self._clock = PhaseClock(sequences.device)
+        self._prefill = Prefill(target, drafter, sequences, statistics, self._clock)
+        self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
+        self._log = RoundLog(statistics)
+        self._ahead = RunAhead(self._verification, drafter, sequences, policy)
+        self._times: PhaseTimes | None = None
+
+    @property
+    def probes_cost(self) -> bool:
+        """Whether one round of this call runs without drafts, so that its statistics can judge what drafting brings."""
+        return self._config.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
+
+    @property
+    def recording_costs(self) -> RecordingCosts:
+        """What recording passes of both models has cost so far."""
+        return self._target.recording_costs + self._drafter.recording_costs
+
+    def run(self) -> tuple[Tensor, list[int]]:
+        """Generate until every row has ended.
+
+        Returns:
+            Prompts and generated tokens as plain `generate` pads them, `[rows, width]`, int64; the number of generated
+            tokens of each row.
+        """
+        try:
+            with self._active():
+                plan = self._begin()
+                while any(plan.active_rows):
+                    plan = self._round(plan)
+                self._finish()
+        except BaseException:
+            self._feed.abort()
+            raise
+        lengths = self._stopping.final_lengths()
+        self._feed.end()
+        return self._sequences.text(lengths, max(lengths)), lengths
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        """Hold the models' settings, which are as before when the `with` block ends."""
+        with self._target.active(), self._drafter.active():
+            yield
+
+    def _begin(self) -> RoundPlan:
+        """Store the prompts and plan the first round."""
+        longest = max(self._sequences.prompt_lengths)
+        with self._prefill.timed():
+            self._prefill.store_prompts()
+            self._verification.measure(longest)
+            if Signal.COSTS in self._policy.requires:
+                self._log.costs = live_costs(self._target, self._drafter, self._config, longest)
+        self._start_policy()
+        everyone = torch.ones(self._sequences.rows, dtype=torch.bool, device=self._sequences.device)
+        lengths = self._bounded(self._policy.draft_lengths(), everyone)
+        plan = self._next_plan(None, lengths, lengths.tolist())
+        self._prefill.read_draft(plan, wait=True)
+        self._log.skip_recordings(self.recording_costs.passes)  # those of measuring costs disturb no round
+        return plan
+
+    def _finish(self) -> None:
+        """Count the last round, and leave to later calls what they can use."""
+        self._log.flush()
+        self._target.finish()
+        self._drafter.finish()
+        if self._log.costs is not None and self._config.cost_model is None:
+            remember_costs(self._target, self._drafter, self._log.costs.learnt)
+
+    def _round(self, plan: RoundPlan) -> RoundPlan:
+        """Draft, verify, commit, observe; return the plan of the next round."""
+        ahead, sequences = self._ahead, self._sequences
+        self._prefill.read_draft(plan, wait=False)
+        self._clock.start(seamless=ahead.overlaps)
+        candidates = self._draft(plan)
+        self._clock.mark(again=ahead.plain_begun)
+        passed = ahead.run_target(candidates, plan)
+        self._log.flush()
+        logits = passed.logits.to(sequences.device)
+        scores = self._process(logits, sequences, self._columns(candidates, plan))
+        verified = verification.verify(scores, candidates.probs, candidates.tokens, candidates.lengths)
+        self._clock.mark()
+        new_tokens = verified.behind(candidates.tokens)
+        kept, ended = self._stopping.cut(new_tokens, torch.where(plan.active, verified.accepted + 1, 0))
+        sequences.append(new_tokens, kept)
+        done = FinishedRound(plan, candidates, logits, scores, verified, passed.packed_tokens)
+        going_on = plan.active & ~ended
+        probes = self._probes(plan.index + 1)
+        if ahead.overlaps:
+            self._clock.mark()
+            ahead.stage(going_on, candidates.width, plain=probes or plan.foretells_plain(1))
+        wish = self._bounded(self._ask(done), going_on)
+        vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, wish]
+        download = Download(vectors, new_tokens)
+        # No pass is needed after the last token that any row may emit.
+        more = min(sequences.generated_counts) + 1 < sequences.max_new_tokens
+        with ahead.running(draft=not probes, plain=more and (probes or plan.foretells_plain(2))):
+            (generated, emitted, ends, accepted, drafted, lengths), host_tokens = download.wait()
+        sequences.synchronise(generated, host_tokens)
+        self._drafter.observe(drafted, accepted)
+        self._hand_out(done, emitted, ends)
+        self._note(done, drafted, accepted, emitted)
+        return self._next_plan(plan, wish, lengths)
+
+    def _draft(self, plan: RoundPlan) -> CandidateBatch:
+        """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
+        if plan.drafts:
+            return self._drafter.propose(self._sequences, plan, self._policy, partial(self._ahead.expect, plan=plan))
+        return CandidateBatch.nothing(plan.lengths, self._vocabulary_size, self._do_sample, self._policy.requires)
+
+    def _columns(self, candidates: CandidateBatch, plan: RoundPlan) -> list[int]:
+        """Return how many columns of each row matter, if a logits processor is called position by position."""
+        if not self._process.needs_counts:
+            return []
+        if not self._policy.stops_inside_round:
+            return plan.pass_counts  # the host knows them
+        return torch.where(plan.active, candidates.lengths + 1, 0).tolist()
+
+    def _probes(self, index: int) -> bool:
+        """Whether this round measures a plain step."""
+        return self.probes_cost and index == COST_PROBE_ROUND
+
+    def _ask(self, done: FinishedRound) -> Tensor:
+        """Return the policy's lengths for the next round: after a round that overtook its wish, that wish again."""
+        if done.plan.deferred is not None:
+            return done.plan.deferred
+        with self._policy.timed():
+            outcome = outcome_of(done, self._policy.requires, self._times)
+        self._policy.observe(outcome)
+        return self._policy.draft_lengths()
+
+    def _bounded(self, lengths: Tensor, active: Tensor) -> Tensor:
+        """Lower the policy's lengths to what rows can use."""
+        config, room = self._config, self._drafter.room(self._sequences)
+        return usable_lengths(
+            lengths, active, self._sequences.remaining, room, config.max_draft_length, fill=config.fill_to_batch
+        )
+
+    def _hand_out(self, done: FinishedRound, emitted: list[int], ends: Sequence[int]) -> None:
+        """End rows, and give scores and tokens that became certain to whoever wants them."""
+        self._recording.add(done.scores, done.logits, emitted)
+        self._stopping.advance([bool(end) for end in ends], self._recording.scores_until)
+        self._feed.feed(self._sequences, self._stopping)
+
+    def _note(
+        self, done: FinishedRound, drafted: Sequence[int], accepted: Sequence[int], emitted: Sequence[int]
+    ) -> None:
+        """Log the round: at once, or while the device runs the next one."""
+        if not self._ahead.overlaps:
+            self._clock.mark()
+        self._times = self._clock.read(self._policy.take_seconds())
+        record = RoundRecord.of(done, self._times, drafted, accepted, emitted, len(self._target.live_rows))
+        self._log.add(record, self.recording_costs.passes)
+        if not self._ahead.overlaps:
+            self._log.flush()
+
+    def _next_plan(self, previous: RoundPlan | None, lengths: Tensor, length_counts: Sequence[int]) -> RoundPlan:
+        """Plan the round after `previous` with what the policy wants, after rows that have ended have left."""
+        going_on = [not finished for finished in self._stopping.finished()]
+        self._drop_finished_rows(going_on)
+        index = 0 if previous is None else previous.index + 1
+        return next_plan(
+            previous,
+            lengths,
+            length_counts,
+            going_on,
+            probes=self._probes(index),
+            plain_begun=self._ahead.plain_begun,
+        )
+
+    def _drop_finished_rows(self, going_on: Sequence[bool]) -> None:
+        """Leave finished rows out of further passes, when enough of them are in to be worth moving the caches."""
+        rows = [row for row, on in enumerate(going_on) if on]
+        places = len(self._target.live_rows)
+        if self._config.drop_finished_rows and rows and places - len(rows) >= places * DROPPED_SHARE:
+            self._target.keep_rows(rows)
+            self._drafter.keep_rows(rows)
+            if self._log.costs is not None:
+                self._log.costs.set_rows(len(self._target.live_rows))
+
+    def _start_policy(self) -> None:
+        self._policy.start(
+            BatchInfo(
+                rows=self._sequences.rows,
+                device=self._sequences.device,
+                vocabulary_size=self._vocabulary_size,
+                max_draft_length=self._config.max_draft_length,
+                max_new_tokens=self._sequences.max_new_tokens,
+                costs=self._log.costs,
+                record=function_recorder(self._sequences.device, self._config),
+            )
+        )

@@ -1,0 +1,79 @@
+"""What a policy gets to see of a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_dsde import signals
+from hf_dsde.decoding.drafter import CandidateBatch
+from hf_dsde.decoding.plan import RoundPlan
+from hf_dsde.decoding.verification import VerifiedBlock
+from hf_dsde.policies.base import PhaseTimes, RoundOutcome, Signal
+
+
+@dataclass(frozen=True)
+class FinishedRound:
+    """A round after its commit: what was asked for, proposed and computed.
+
+    Attributes:
+        plan: What the round was to do.
+        candidates: What it proposed.
+        logits: The target's, `[rows, width + 1, vocabulary]`, float32.
+        scores: The same behind the logits processors.
+        verified: What of the candidates stands.
+        packed_tokens: Tokens in the target's pass when it was packed; None when it was padded.
+    """
+
+    plan: RoundPlan
+    candidates: CandidateBatch
+    logits: Tensor
+    scores: Tensor
+    verified: VerifiedBlock
+    packed_tokens: int | None
+
+
+def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTimes | None) -> RoundOutcome:
+    """Put together what a policy may learn from, computing only the signals that it asks for.
+
+    Args:
+        done: The round.
+        required: The signals.
+        times: Seconds of the round before, if there was one.
+    """
+    candidates = done.candidates
+    by_name: dict[str, Tensor] = {}
+    if candidates.logits is not None:
+        target_logits, draft_logits = done.logits[:, : candidates.width], candidates.logits
+        if Signal.KLD in required:
+            by_name["kld"] = signals.kl_divergence(target_logits, draft_logits)
+        if Signal.REVERSE_KLD in required:
+            by_name["reverse_kld"] = signals.kl_divergence(draft_logits, target_logits)
+    if Signal.ACCEPTANCE in required:
+        by_name["acceptance"] = _acceptance(done)
+    if Signal.NEXT_TOKEN in required:
+        row = torch.arange(len(done.logits), device=done.logits.device)
+        log_probabilities = done.logits[row, done.verified.accepted].log_softmax(dim=-1)
+        by_name["next_probability"] = log_probabilities[row, done.verified.next_tokens].exp()
+        by_name["next_entropy"] = signals.entropy_of_(log_probabilities)
+    return RoundOutcome(
+        drafted=candidates.lengths,
+        accepted=done.verified.accepted,
+        active=done.plan.active,
+        entropy=candidates.entropy,
+        confidence=candidates.confidence,
+        timings=times if Signal.TIMINGS in required else None,
+        **by_name,
+    )
+
+
+def _acceptance(done: FinishedRound) -> Tensor:
+    """Probability that the target accepts at each tested position, `[rows, width]`, float32: 0 or 1 when greedy."""
+    candidates = done.candidates
+    if candidates.probs is None:
+        position = torch.arange(candidates.width, device=candidates.tokens.device)
+        return (position < done.verified.accepted[:, None]).float()
+    probs = done.scores[:, : candidates.width].softmax(dim=-1)
+    return signals.acceptance_probability(probs, candidates.probs)

@@ -1,0 +1,142 @@
+"""What a round will do: all that the loop carries from one round to the next, in one value that never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from hf_dsde.utils.transfers import upload
+
+
+class RoundKind(Enum):
+    """What is done in a round, and on whose wish."""
+
+    DRAFT = "draft"
+    """Some rows draft, as the policy wants."""
+    PLAIN = "plain"
+    """The policy wants no drafts: a step of plain decoding."""
+    PROBE = "probe"
+    """No row drafts, so that the seconds of a plain step are measured, whatever the policy wants."""
+    OVERTAKEN = "overtaken"
+    """The policy wants drafts, but a plain step had begun before that was known. They come a round later, and the
+    policy does not observe this round."""
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """A round before it is run.
+
+    Attributes:
+        lengths: The most tokens each row drafts, `[rows]`, int64; 0 for rows that have finished.
+        length_counts: The same on the host.
+        active: Rows still being generated, `[rows]`, bool.
+        active_rows: The same on the host.
+        kind: What is done.
+        index: Number of the round, from 0.
+        plain_streak: Rounds without drafts right before this one.
+        deferred: What the policy wanted of this round if it is overtaken, like `lengths`; else None.
+    """
+
+    lengths: Tensor
+    length_counts: Sequence[int]
+    active: Tensor
+    active_rows: Sequence[bool]
+    kind: RoundKind = RoundKind.DRAFT
+    index: int = 0
+    plain_streak: int = 0
+    deferred: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """The longest draft asked for."""
+        return max(self.length_counts, default=0)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any row drafts."""
+        return self.width > 0
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the draft has missed tokens of several rounds, which it must read before it drafts."""
+        return self.drafts and self.plain_streak > 1
+
+    @property
+    def pass_counts(self) -> list[int]:
+        """Tokens of each row in the target's pass, if every row drafts all that it may."""
+        return [n + 1 if on else 0 for n, on in zip(self.length_counts, self.active_rows, strict=True)]
+
+    @property
+    def next_plain_streak(self) -> int:
+        """Rounds without drafts right before the next round."""
+        return 0 if self.drafts else self.plain_streak + 1
+
+    def foretells_plain(self, rounds: int) -> bool:
+        """Return whether the next round is likely to draft nothing: `rounds` before it did not, and nothing waits."""
+        return self.next_plain_streak >= rounds and self.deferred is None
+
+
+def usable_lengths(
+    lengths: Tensor, active: Tensor, remaining: Tensor, room: Tensor | None, longest: int, *, fill: bool
+) -> Tensor:
+    """Return a policy's lengths, lowered to what rows can use, `[rows]`, int64.
+
+    Args:
+        lengths: What the policy wants, `[rows]`, int64.
+        active: Rows still being generated, `[rows]`, bool.
+        remaining: Tokens that each row may still emit, `[rows]`, int64. The bonus token takes one of them.
+        room: Tokens that the drafter can draft for each row, `[rows]`, int64; None if there is no limit.
+        longest: The longest draft of any row.
+        fill: Whether every active row drafts as many tokens as the batch's longest.
+    """
+    lengths = torch.where(active, lengths.clamp(0, longest), 0)
+    if fill:
+        lengths = torch.where(active, lengths.max(), 0)
+    lengths = torch.minimum(lengths, (remaining - 1).clamp_min(0))
+    return lengths if room is None else torch.minimum(lengths, room)
+
+
+def next_plan(
+    previous: RoundPlan | None,
+    lengths: Tensor,
+    length_counts: Sequence[int],
+    going_on: Sequence[bool],
+    *,
+    probes: bool,
+    plain_begun: bool,
+) -> RoundPlan:
+    """Return the plan of the round after `previous`, or of the first one.
+
+    Args:
+        previous: The round that is over.
+        lengths: What the policy wants and rows can use, `[rows]`, int64.
+        length_counts: The same on the host.
+        going_on: Rows that are still generated.
+        probes: Whether the round measures a plain step.
+        plain_begun: Whether the target's pass without drafts is under way already.
+    """
+    wanted = any(length_counts)
+    plain = probes or plain_begun
+    counts = [0 if plain or not on else n for n, on in zip(length_counts, going_on, strict=True)]
+    overtaken = plain_begun and wanted and not probes
+    if probes:
+        kind = RoundKind.PROBE
+    elif overtaken:
+        kind = RoundKind.OVERTAKEN
+    else:
+        kind = RoundKind.DRAFT if any(counts) else RoundKind.PLAIN
+    active = upload(list(going_on), lengths.device)
+    return RoundPlan(
+        lengths=torch.zeros_like(lengths) if plain else torch.where(active, lengths, 0),
+        length_counts=counts,
+        active=active,
+        active_rows=list(going_on),
+        kind=kind,
+        index=0 if previous is None else previous.index + 1,
+        plain_streak=0 if previous is None else previous.next_plain_streak,
+        deferred=lengths if overtaken else None,
+    )

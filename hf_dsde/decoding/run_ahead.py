@@ -1,0 +1,142 @@
+"""Passes that are made ready, or run, before the host knows whether they are needed.
+
+At the end of a round the host waits for the device's answer. Meanwhile the device can begin the next round's first
+pass: the draft's, or, after rounds without drafts, the target's plain step. Inside a round, the target's pass over the
+candidates is made ready while the host waits to hear whether drafting is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hf_dsde.decoding.drafter import CandidateBatch, Drafter
+from hf_dsde.decoding.plan import RoundPlan
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.target_pass import PassResult, VerificationPass
+from hf_dsde.execution.streams import SideStream, overlaps
+from hf_dsde.policies.base import StoppingPolicy
+
+Staged = Callable[[], PassResult]
+"""Runs a pass that was made ready."""
+
+
+class RunAhead:
+    """Holds every pass of the target that is ready or under way, and lets the drafter begin its own.
+
+    Args:
+        target: Runs the target over blocks.
+        drafter: Drafts.
+        sequences: The text.
+        policy: Its rows draft as many tokens as they were asked for, unless it stops inside the round.
+    """
+
+    def __init__(
+        self, target: VerificationPass, drafter: Drafter, sequences: SequenceBatch, policy: StoppingPolicy
+    ) -> None:
+        self.overlaps = overlaps(sequences.device)
+        self._target = target
+        self._drafter = drafter
+        self._sequences = sequences
+        self._policy = policy
+        self._side = SideStream(sequences.device)
+        self._plain: Staged | None = None
+        self._plain_result: PassResult | None = None
+        self._expected: tuple[Tensor, Staged] | None = None
+
+    @property
+    def plain_begun(self) -> bool:
+        """Whether the target's pass of a round without drafts is under way."""
+        return self._plain_result is not None
+
+    def expect(self, tokens: Tensor, lengths: Tensor, plan: RoundPlan) -> None:
+        """Get ready for a proposal that may be over; at once if that takes no recording, and else not at all.
+
+        Args:
+            tokens: Of the candidates, `[rows, width]`, int64.
+            lengths: Tokens that each row drafted, `[rows]`, int64.
+            plan: The round.
+        """
+        if self._target.recorded(tokens.shape[1] + 1, self._longest(tokens.shape[1])):
+            self._expected = tokens, self._stage_candidates(tokens, lengths, plan)
+
+    def is_ready(self, candidates: CandidateBatch) -> bool:
+        """Return whether the pass over these candidates was made ready."""
+        return self._expected is not None and self._expected[0] is candidates.tokens
+
+    def run_target(self, candidates: CandidateBatch, plan: RoundPlan) -> PassResult:
+        """Run the target over each row's last token and candidates, or take the result of the pass that was begun.
+
+        Returns:
+            Logits, `[rows, width + 1, vocabulary]`, float32.
+        """
+        plain, result = self._plain, self._plain_result
+        staged = self._expected[1] if self._expected is not None and self.is_ready(candidates) else None
+        self._expected = None
+        self.forget_plain()
+        if not candidates.width and plain is not None:
+            return plain() if result is None else result
+        return (staged or self._stage_candidates(candidates.tokens, candidates.lengths, plan))()
+
+    def stage(self, going_on: Tensor, width: int, *, plain: bool) -> None:
+        """Get the next round's first passes ready, from what the device alone knows of the text.
+
+        Args:
+            going_on: Rows that take part, `[rows]`, bool.
+            width: Tokens that the row that drafted most has drafted in this round.
+            plain: Whether the next round may be one without drafts.
+        """
+        longest = self._longest(width + 1)  # the host's lengths are those before this round
+        self._drafter.prepare(self._sequences, going_on, longest)
+        if plain:
+            nothing = self._sequences.tokens[:, :0]
+            self._plain = self._stage(nothing, going_on.long(), None, longest)
+        self._side.fork()
+
+    @contextmanager
+    def running(self, *, draft: bool, plain: bool) -> Iterator[None]:
+        """Let the device begin what was made ready; when the `with` block ends, the current stream waits for it.
+
+        Also if the block fails, as when memory runs out: what a pass writes to is not free before it has ended.
+
+        Args:
+            draft: Begin the draft's pass.
+            plain: Begin the target's pass without drafts.
+        """
+        try:
+            if self.overlaps and draft:
+                self._drafter.begin(self._side)
+            if plain:
+                self.begin_plain()
+            yield
+        finally:
+            self._side.join()
+
+    def begin_plain(self) -> None:
+        """Run the target's pass without drafts beside what follows, if it was made ready and is a recorded one."""
+        if self._plain is not None and self._target.runs_beside(self._sequences.device):
+            with self._side.beside():
+                self._plain_result = self._plain()
+
+    def forget_plain(self) -> None:
+        """Do without the plain step: the next round drafts, or some row has another text."""
+        self._plain = self._plain_result = None
+
+    def _longest(self, width: int) -> int:
+        return max(self._sequences.length_counts) + width
+
+    def _stage_candidates(self, tokens: Tensor, lengths: Tensor, plan: RoundPlan) -> Staged:
+        counts = torch.where(plan.active, lengths + 1, 0)
+        known = None if self._policy.stops_inside_round else plan.pass_counts
+        return self._stage(tokens, counts, known, self._longest(tokens.shape[1]))
+
+    def _stage(self, tokens: Tensor, counts: Tensor, host_counts: list[int] | None, longest: int) -> Staged:
+        """Put each row's last token and the first `counts - 1` of `tokens` into a block."""
+        last, position = self._sequences.tail(1)
+        block = torch.cat([last, tokens], dim=1)
+        column = torch.arange(block.shape[1], device=block.device)
+        positions = (position + column).masked_fill(column >= counts[:, None], -1)
+        return self._target.stage(block, positions, counts, host_counts, longest)

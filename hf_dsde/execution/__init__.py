@@ -1,0 +1,1 @@
+"""One model on one device: runners, ragged caches, masks, recorded passes, streams, memory."""

@@ -1,0 +1,177 @@
+"""Which runner a model gets, and what is done when passes of a model cannot be recorded."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Hashable
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_dsde import compat
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.execution.cuda_graphs import Capture, CudaCapture
+from hf_dsde.execution.fused_decoder import FusedDecoder
+from hf_dsde.execution.fused_families import why_not_fused
+from hf_dsde.execution.graph_runner import GraphRunner
+from hf_dsde.execution.model_runner import EagerRunner, ModelRunner
+from hf_dsde.execution.workspaces import workspace_key, workspaces
+from hf_dsde.execution.wrappers import innermost
+from hf_dsde.kernels.dispatch import ops_for
+
+KEPT_FAILURES = 4
+"""States of a model in which recording failed that are remembered."""
+
+_lock = threading.RLock()  # collecting garbage may reach a weak dictionary in the middle of another use of it
+_unrecordable: WeakKeyDictionary[PreTrainedModel, dict[Hashable, str]] = WeakKeyDictionary()
+"""Why recording failed, for each state of a model in which it did."""
+_warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+"""Reasons that were given for a model."""
+
+
+class RunnerWarning(UserWarning):
+    """A model's passes are run eagerly although recording them was wanted, and that is slower."""
+
+
+def create_runner(
+    model: PreTrainedModel,
+    rows: int,
+    capacity: int,
+    config: SpeculationConfig,
+    recorded_widths: tuple[int, ...] | None = None,
+) -> ModelRunner:
+    """Return a runner for `model`: the one that `config.runner` names, or else the fastest that works.
+
+    Args:
+        model: A decoder-only model in evaluation.
+        rows: Number of sequences.
+        capacity: Tokens per row the cache shall hold to begin with.
+        config: Names the runner. None takes `graph` on a CUDA device and `eager` elsewhere.
+        recorded_widths: Block widths that are recorded, ascending, where `config` names none; None for the runner's
+            own, which are fine.
+
+    Raises:
+        ValueError: If recording was asked for by name and the model is not on a CUDA device.
+    """
+    wanted = config.runner or ("graph" if can_record(model.device) else "eager")
+    if wanted == "eager":
+        return EagerRunner(model, rows, capacity, config)
+    if not can_record(model.device):
+        msg = (
+            f"runner: {wanted!r} replays CUDA graphs, but {type(model).__name__} is on {model.device}. Move it to a "
+            "CUDA device, or use SpeculationConfig(runner=None), which chooses what the device can do."
+        )
+        raise ValueError(msg)
+    fused = config.fused_layers and why_not_fused(model) is None
+    reason = why_not_recorded(model)
+    if reason is None:
+        key = workspace_key(model, rows, config, fused)
+        state = None if key is None else key[1:]
+        if fused and _failure(model, state) is not None:  # then its own forward pass may be recorded
+            fused = False
+            key = workspace_key(model, rows, config, fused)
+            state = None if key is None else key[1:]
+        reason = _failure(model, state)
+    elif model.training:
+        workspaces.release(model)  # whoever trains needs the memory
+    if reason is not None:
+        _warn(model, reason)
+        return EagerRunner(model, rows, capacity, config)
+
+    def on_failure(failure: Exception) -> None:
+        reason = f"recording failed with {type(failure).__name__}: {failure}"
+        _remember_failure(model, state, reason)
+        _warn(model, reason)
+
+    return GraphRunner(
+        model,
+        rows,
+        capacity,
+        config,
+        fused=FusedDecoder(model, ops_for(model.device), checked=True) if fused else None,
+        key=key,
+        make_capture=partial(capture_on, model.device),
+        on_failure=on_failure,
+        widths=config.width_buckets or recorded_widths,
+    )
+
+
+def release_memory(model: torch.nn.Module) -> None:
+    """Free the cache and the recorded passes that calls with `model`, as target or draft, keep for the next one.
+
+    Where recording has failed, the next call tries again.
+
+    Args:
+        model: A model of transformers, or a wrapper around one, such as PEFT's or what torch.compile returns.
+
+    Raises:
+        TypeError: If there is no model of transformers in it.
+    """
+    model = innermost("model", model)
+    workspaces.release(model)
+    with _lock:
+        _unrecordable.pop(model, None)
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether passes on this device can be recorded."""
+    return device.type == "cuda"
+
+
+def capture_on(device: torch.device) -> Capture:
+    """Return what records passes on a device."""
+    return CudaCapture(device)
+
+
+def why_not_recorded(model: PreTrainedModel) -> str | None:
+    """Say what keeps this model's passes from being recorded, None if nothing known does."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        return f"its layers are on several devices ({', '.join(sorted(map(str, devices)))})"
+    if model.training:
+        return "it is in training mode; call model.eval()"
+    hooked = [name for name, module in model.named_modules() if _has_hooks(module)]
+    if hooked:
+        return f"hooks run in its forward pass, the first in {hooked[0] or 'the model itself'!r}"
+    return None
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return hasattr(module, "_hf_hook") or not all(map(compat.only_records_outputs, hooks))
+
+
+def _failure(model: PreTrainedModel, state: Hashable) -> str | None:
+    """Why recording failed when the model was in that state before."""
+    with _lock:
+        failures = _unrecordable.get(model)
+        return failures.get(state) if failures else None  # making a hash of a state takes a while
+
+
+def _remember_failure(model: PreTrainedModel, state: Hashable, reason: str) -> None:
+    """Keep a reason for as long as the model stays as it is; None is a state that cannot be told from another."""
+    if state is None:
+        return
+    with _lock:
+        failures = _unrecordable.setdefault(model, {})
+        failures[state] = reason
+        while len(failures) > KEPT_FAILURES:
+            del failures[next(iter(failures))]
+
+
+def _warn(model: PreTrainedModel, reason: str) -> None:
+    """Warn once of each reason that a model has."""
+    with _lock:
+        given = _warned.setdefault(model, set())
+        if reason in given:
+            return
+        given.add(reason)
+    warnings.warn(
+        f"{type(model).__name__} is run eagerly, which is slower: {reason}. "
+        "SpeculationConfig(runner='eager') says that this is known.",
+        RunnerWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,305 @@
+"""The forward pass of Llama-like models over flat tokens.
+
+Matrix products, the embedding and the rotary module are the model's own modules, called as they are, so that adapters
+and quantised weights work. What lies between them, the model's blocks do in dozens of small operations; here each
+stretch is one operation of a module that is given: `hf_dsde.kernels.elementwise` or `hf_dsde.kernels.reference`. That
+module may also take over the products of plain linear modules that share an input, where it says that this pays.
+
+Whatever somebody attached to a block that is not called would be lost silently: `fused_families.why_not_fused` finds it
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_dsde.execution.fused_families import attention_windows, decoder_layers, why_not_fused
+from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.torch_modes import without_autocast
+from hf_dsde.kernels.block import TokenBlock
+
+
+class FusedOps(Protocol):
+    """What a pass is made of beside the model's modules. `hf_dsde.kernels.reference` documents each operation."""
+
+    def pays(self, tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Say whether `linears` and `gated_linear` are preferred to modules, for weights `[rows, width]` in all."""
+
+    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> list[Tensor]:
+        """Return the product with each of one to three weights."""
+
+    def side_by_side(self, products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
+        """Return what each of one to three modules makes of `x`."""
+
+    def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(x gate^T) * (x up^T)."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return the normalised `x`."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return the normalised sum of `x` and `residual`, and the sum."""
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Return turned queries, and store turned keys, and values."""
+
+    def ragged_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block: TokenBlock,
+        scaling: float,
+        window: int | None,
+        reach: int,
+    ) -> Tensor:
+        """Return what each token reads from its cache row."""
+
+
+@dataclass(frozen=True)
+class _Norm:
+    weight: Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: Any) -> _Norm:
+        return cls(module.weight, module.variance_epsilon)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer: the modules that are called, and the numbers that its own `forward` would use."""
+
+    attention: Any
+    mlp: Any
+    input_norm: _Norm
+    middle_norm: _Norm
+    query_norm: _Norm | None
+    key_norm: _Norm | None
+    cache_index: int
+    window: int | None
+
+    @classmethod
+    def of(cls, module: Any, window: int | None) -> _Layer:
+        attend = module.self_attn
+        normed = hasattr(attend, "q_norm")
+        return cls(
+            attention=attend,
+            mlp=module.mlp,
+            input_norm=_Norm.of(module.input_layernorm),
+            middle_norm=_Norm.of(module.post_attention_layernorm),
+            query_norm=_Norm.of(attend.q_norm) if normed else None,
+            key_norm=_Norm.of(attend.k_norm) if normed else None,
+            cache_index=attend.layer_idx,
+            window=window,
+        )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """What the tokens' positions mean: cosines and sines, `[T, D]` each, and cache slots, `[T]`, int64."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+
+
+class FusedDecoder:
+    """Runs a supported model over flat tokens and a ragged cache.
+
+    Modules are looked up once: a model whose layers are replaced afterwards needs another decoder.
+
+    Args:
+        model: In evaluation, on one device.
+        ops: The operations between matrix products, usually a module.
+        checked: Whether `why_not_fused` has just been asked; it looks at every module.
+
+    Raises:
+        ValueError: If `why_not_fused` names a reason.
+    """
+
+    def __init__(self, model: PreTrainedModel, ops: FusedOps, *, checked: bool = False) -> None:
+        reason = None if checked else why_not_fused(model)
+        if reason is not None:
+            msg = f"model: no fused pass is known for {type(model).__name__}: {reason}. Run it with the eager runner."
+            raise ValueError(msg)
+        body: Any = model.model
+        self._ops = ops
+        self._embedding = body.embed_tokens
+        self._rotary = body.rotary_emb
+        self._final_norm = _Norm.of(body.norm)
+        self._head: Any = model.lm_head
+        windows = attention_windows(type(model).__module__, body.config)
+        self._layers = [_Layer.of(layer, window) for layer, window in zip(decoder_layers(model), windows, strict=True)]
+
+    def __call__(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> Tensor:
+        """Run a block, storing its keys and values in the slots that its positions name.
+
+        Args:
+            block: T tokens over R cache rows.
+            cache: Of R rows. Layers without buffers get them, which must not happen in a pass that is recorded.
+            reach: Bound on the largest position + 1, known to the host, a multiple of 64.
+            keep: Flat indices of the tokens whose logits are wanted, int64; None for all.
+
+        Returns:
+            Logits, `[len(keep) or T, vocabulary]`, of the dtype that the head returns. Anything finite where there is
+            no token.
+
+        Raises:
+            RuntimeError: If a layer of the cache has no buffers yet and the cache does not know its rows.
+        """
+        with torch.no_grad(), without_autocast(block.tokens.device):
+            return self._run(block, cache, reach, keep)
+
+    def _run(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> Tensor:
+        stream: Tensor = self._embedding(block.tokens)
+        places = self._places(stream, block, cache)
+        stream, added = self._through(self._layers, stream, None, places, block, cache, reach)
+        assert added is not None  # a configuration without layers builds no model
+        if keep is not None:  # before the norm and the head, which nobody needs of the others
+            added, stream = added.index_select(0, keep), stream.index_select(0, keep)
+        normed, _ = self._ops.add_rms_norm(added, stream, self._final_norm.weight, self._final_norm.epsilon)
+        logits: Tensor = self._head(normed)
+        return logits
+
+    def store(self, block: TokenBlock, cache: RaggedCache, reach: int) -> None:
+        """Store a block's keys and values only: the last layer ends with them, and no head is run.
+
+        Args:
+            block: As for a call.
+            cache: As for a call.
+            reach: As for a call.
+        """
+        *before, last = self._layers
+        with torch.no_grad(), without_autocast(block.tokens.device):
+            stream: Tensor = self._embedding(block.tokens)
+            places = self._places(stream, block, cache)
+            stream, added = self._through(before, stream, None, places, block, cache, reach)
+            self._project(last, self._entered(last, stream, added)[0], places, block, cache)
+
+    def _places(self, stream: Tensor, block: TokenBlock, cache: RaggedCache) -> _Places:
+        """Look up what the tokens' positions mean, in the dtype of the stream."""
+        cos, sin = self._rotary(stream, block.positions.clamp_min(0)[None])
+        return _Places(cos[0], sin[0], block.positions.masked_fill(block.positions < 0, cache.capacity))
+
+    def _through(
+        self,
+        layers: Sequence[_Layer],
+        stream: Tensor,
+        added: Tensor | None,
+        places: _Places,
+        block: TokenBlock,
+        cache: RaggedCache,
+        reach: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run layers; return the residual stream and what the last of them adds to it, both `[T, H]`."""
+        for layer in layers:
+            normed, stream = self._entered(layer, stream, added)
+            mixed = self._attend(layer, normed, places, block, cache, reach)
+            norm = layer.middle_norm
+            normed, stream = self._ops.add_rms_norm(mixed, stream, norm.weight, norm.epsilon)
+            added = self._products([layer.mlp.down_proj], self._gated(layer.mlp, normed))[0]
+        return stream, added
+
+    def _entered(self, layer: _Layer, stream: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What a layer's attention gets, and the stream with what the layer in front of it added."""
+        norm = layer.input_norm
+        if added is None:
+            return self._ops.rms_norm(stream, norm.weight, norm.epsilon), stream
+        return self._ops.add_rms_norm(added, stream, norm.weight, norm.epsilon)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        normed: Tensor,
+        places: _Places,
+        block: TokenBlock,
+        cache: RaggedCache,
+        reach: int,
+    ) -> Tensor:
+        """One attention sublayer, `[T, H]` to `[T, H]`."""
+        q = self._project(layer, normed, places, block, cache)
+        keys, values = _buffers(cache, layer.cache_index)
+        mixed = self._ops.ragged_attention(q, keys, values, block, layer.attention.scaling, layer.window, reach)
+        return self._products([layer.attention.o_proj], mixed)[0]
+
+    def _project(self, layer: _Layer, normed: Tensor, places: _Places, block: TokenBlock, cache: RaggedCache) -> Tensor:
+        """Return turned queries, `[T, Hq, D]`, and store keys and values."""
+        module = layer.attention
+        products = self._products([module.q_proj, module.k_proj, module.v_proj], normed)
+        q, k, v = (product.unflatten(-1, (-1, module.head_dim)) for product in products)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q, k = self._head_norm(q, layer.query_norm), self._head_norm(k, layer.key_norm)
+        keys, values = _buffers(cache, layer.cache_index, k, v)
+        return self._ops.rotate_and_store(q, k, v, places.cos, places.sin, keys, values, block.rows, places.slots)
+
+    def _products(self, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+        """What each of some linear modules makes of `x`, `[T, N_i]`."""
+        if self._taken_over(modules, x):
+            return self._ops.linears(x, [module.weight for module in modules], [module.bias for module in modules])
+        return self._ops.side_by_side(modules, x)
+
+    def _gated(self, mlp: Any, x: Tensor) -> Tensor:
+        """The gated product of an MLP, `[T, H]` to `[T, I]`."""
+        gate, up = mlp.gate_proj, mlp.up_proj
+        if self._taken_over((gate, up), x) and gate.bias is None and up.bias is None:
+            return self._ops.gated_linear(x, gate.weight, up.weight)
+        return self._ops.silu_mul(gate(x), up(x))
+
+    def _taken_over(self, modules: Sequence[Any], x: Tensor) -> bool:
+        """Whether the ops compute what these modules would. Looked up anew each time: hooks come and go."""
+        if not all(_is_plain(module, x.dtype) for module in modules):
+            return False
+        rows = sum(len(module.weight) for module in modules)
+        return self._ops.pays(len(x), len(modules), rows, x.shape[-1], x.dtype)
+
+    def _head_norm(self, states: Tensor, norm: _Norm) -> Tensor:
+        """Normalise every head of `[T, heads, D]` by itself."""
+        return self._ops.rms_norm(states.flatten(0, 1), norm.weight, norm.epsilon).view(states.shape)
+
+
+def _is_plain(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a module is a linear one and nothing else: no subclass, hook, or weight that is more than numbers."""
+    return (
+        type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter  # quantisers and parallelism put subclasses there
+        and module.weight.dtype == dtype
+        and (module.bias is None or module.bias.dtype == dtype)
+        and module.weight.is_contiguous()
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not ("forward" in module.__dict__ or hasattr(module, "_hf_hook"))
+    )
+
+
+def _buffers(cache: RaggedCache, index: int, k: Tensor | None = None, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values; where there are none yet, made for states like `k` and `v`, `[T, heads, D]`."""
+    layer = cache.ragged_layers[index]
+    if not layer.is_initialized and cache.plan.rows is not None and k is not None and v is not None:
+        layer.lazy_initialization(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    if layer.keys is None or layer.values is None:
+        msg = (
+            f"cache: layer {index} has no buffers yet, and it is not known for how many rows. Make the cache with "
+            "RaggedCache(layers, capacity, rows)."
+        )
+        raise RuntimeError(msg)
+    return layer.keys, layer.values

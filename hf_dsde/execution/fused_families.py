@@ -1,0 +1,150 @@
+"""Which models `FusedDecoder` can stand for, and what keeps it from standing for one.
+
+Whatever somebody attached to a block that is not called would be lost silently, and settings may ask for arithmetic
+that the fused pass does not do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
+
+from hf_dsde import compat
+from hf_dsde.execution import attention
+from hf_dsde.execution.torch_modes import Autocast
+from hf_dsde.kernels.dispatch import why_no_kernels
+
+FAMILIES = {
+    f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+}
+"""Modeling file of each supported family -> the prefix of its class names."""
+
+_LAYER_PARTS = {
+    "": "DecoderLayer",
+    ".self_attn": "Attention",
+    ".mlp": "MLP",
+    ".input_layernorm": "RMSNorm",
+    ".post_attention_layernorm": "RMSNorm",
+}
+_QK_NORMS = {".self_attn.q_norm": "RMSNorm", ".self_attn.k_norm": "RMSNorm"}
+_OTHER_ARITHMETIC = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "pretraining_tp": 1}
+"""Fields that ask for other arithmetic unless they have this value, where a configuration has them."""
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers that the model's own `forward` would call."""
+    body: Any = model.model
+    return list(body.layers[: body.config.num_hidden_layers])
+
+
+def attention_windows(modeling_file: str, config: PretrainedConfig) -> list[int | None]:
+    """How far each layer looks back. Only Qwen's layers differ; only Llama's never slide."""
+    family = FAMILIES[modeling_file]
+    sliding: int | None = getattr(config, "sliding_window", None)
+    if family == "Llama":
+        return [None] * config.num_hidden_layers
+    if family == "Mistral":
+        return [sliding] * config.num_hidden_layers
+    return [sliding if kind == "sliding_attention" else None for kind in compat.layer_types(config)]
+
+
+def why_not_fused(model: nn.Module) -> str | None:
+    """Say why `FusedDecoder` cannot stand for a model's own `forward`.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        None when it can; otherwise the reason in words, fit to follow a colon.
+    """
+    # A class made by `enable` names the one it was made of; a class derived from that has no such entry of its own.
+    own_class = type(model).__dict__.get("_hf_dsde_own_class", type(model))
+    family = FAMILIES.get(own_class.__module__)
+    if family is None or own_class is not getattr(sys.modules[own_class.__module__], f"{family}ForCausalLM"):
+        supported = ", ".join(f"{name}ForCausalLM" for name in FAMILIES.values())
+        return f"its class is {own_class.__module__}.{own_class.__name__}, and supported are exactly {supported}"
+    return next(_structural_reasons(model, family), None) or next(_arithmetic_reasons(model), None)
+
+
+def _bypassed(model: nn.Module, family: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules whose `forward` is not called, parents first: name, module, and the class that it has to be of."""
+    for name, suffix in (("", "ForCausalLM"), ("model", "Model"), ("model.norm", "RMSNorm")):
+        yield name, model.get_submodule(name), family + suffix
+    parts = {**_LAYER_PARTS, **(_QK_NORMS if family == "Qwen3" else {})}
+    for index, layer in enumerate(decoder_layers(model)):
+        for part, suffix in parts.items():
+            yield f"model.layers.{index}{part}", layer.get_submodule(part[1:]), family + suffix
+
+
+def _structural_reasons(model: nn.Module, family: str) -> Iterator[str]:
+    """Modules that are not what they should be, or to which somebody attached something."""
+    for name, module, expected in _bypassed(model, family):
+        found = type(module)
+        if (found.__name__, found.__module__) != (expected, type(model).__module__):
+            yield f"`{name}` is a {found.__module__}.{found.__name__}, not a {expected}"
+        if found.forward.__module__ != found.__module__:
+            yield f"{found.__name__}.forward was replaced by one of {found.forward.__module__}"
+        yield from _attachments(name or "the model", module)
+    for layer in decoder_layers(model):
+        activation: Any = layer.get_submodule("mlp.act_fn")
+        if type(activation) not in (nn.SiLU, SiLUActivation):
+            yield f"its MLP activation is {type(activation).__name__}, not silu"
+        yield from _attachments("mlp.act_fn", activation)
+
+
+def _attachments(name: str, module: nn.Module) -> Iterator[str]:
+    """What would happen around a module's `forward` if it were called."""
+    replaced = module.__dict__.get("forward")
+    # Taking off an accelerate hook leaves the module's own method behind as an attribute, which changes nothing.
+    if replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward:
+        yield f"`forward` of {name} was replaced, and a fused pass does not call it"
+    if hasattr(module, "_hf_hook"):
+        yield f"{name} has an accelerate hook, which a fused pass would not run"
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if not all(map(compat.only_records_outputs, hooks)):
+        yield f"{name} has a forward hook, which a fused pass would not run"
+
+
+def _arithmetic_reasons(model: Any) -> Iterator[str]:
+    """Settings under which the model's own modules compute, or are placed, otherwise."""
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        yield f"it is split over {model._tp_size} devices (tensor parallel)"
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        yield f"its parameters are on several devices ({', '.join(devices)})"
+    if (reason := why_no_kernels(model.device)) is not None:
+        yield reason
+    if model.device.type == "cuda" and model.dtype not in _KERNEL_DTYPES:
+        yield f"its weights are {model.dtype}, and the kernels sum in float32"
+    if (dtype := Autocast.on(model.device).dtype) is not None:
+        yield f"autocast makes some of its operations {dtype}, and a fused pass takes the dtypes that tensors have"
+    fields = {name: getattr(model.config, name, usual) for name, usual in _OTHER_ARITHMETIC.items()}
+    for name, value in fields.items():
+        if value not in (None, _OTHER_ARITHMETIC[name]):
+            yield f"its configuration sets {name}={value}"
+    if not attention.reproduces_attention(model):
+        yield f"its attention is set to {model.config._attn_implementation!r}, which stays as it is"
+    head_dim = model.model.layers[0].self_attn.head_dim
+    turned = 2 * model.model.rotary_emb.inv_freq.shape[-1]
+    if turned != head_dim:
+        yield f"its rotary embedding turns {turned} of {head_dim} dimensions of a head"
+    yield from _state_reasons(model)
+
+
+def _state_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """What may differ from layer to layer of one model."""
+    for name, bypassed, expected in _bypassed(model, FAMILIES[type(model).__module__]):
+        module: Any = bypassed
+        # Of another dtype than the states, a norm's weight would change the dtype of everything after it.
+        if expected.endswith("RMSNorm") and module.weight.dtype != model.dtype:
+            yield f"`{name}` has weights of {module.weight.dtype}, but the model is {model.dtype}"
+        if expected.endswith("Attention") and module.training and module.attention_dropout:
+            yield "it is in training, with attention dropout; call model.eval()"

@@ -1,0 +1,364 @@
+"""A runner that records each shape of pass once and replays it.
+
+Launching the kernels of an eager pass takes the host longer than the device needs to run them, whatever the model's
+size; a replayed graph is one launch. Passes are recorded when their shape is first met, per rows, width, part of the
+cache in view and kept columns. Of prompts, only short ones are: with more tokens the device has enough to do.
+
+What is recorded is either the model's own forward pass or, for models whose structure is known, `FusedDecoder`'s, which
+runs the same matrices with fewer kernels between them and looks back by lengths instead of masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.execution.block_buffers import BlockBuffers
+from hf_dsde.execution.cuda_graphs import Body, Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
+from hf_dsde.execution.fused_decoder import FusedDecoder
+from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
+from hf_dsde.execution.packing import PackedTokens
+from hf_dsde.execution.recording_key import Key, is_compiled
+from hf_dsde.execution.spans import Span, flat_places, portions, total_count
+from hf_dsde.execution.workspaces import RecordedPass, Workspace, workspaces
+from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.utils.transfers import upload
+
+PACKED_WIDTHS = (4, 8, 16, 32, 64)
+"""Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
+STORED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens of recorded passes that only store them. On an H200, storing 1024 tokens of an 8B model takes 24 ms recorded
+and 30 ms eagerly; with more, arithmetic hides the launches."""
+MIN_REACH = 512
+"""Smallest bound of a row's length that a fused pass is recorded for ..."""
+REACH_FACTOR = 4
+"""... and the ratio of two neighbouring bounds. On an H200, passes over 400 slots of 32 rows take 3 to 6 % longer when
+they are recorded for 4000 slots instead of 500; those of 8 rows up to 2 %, those of one no longer."""
+CAPACITY_STEP = 256
+"""Caches hold a multiple of this many slots, so that calls with similar prompts find the same one."""
+FINE_ROWS = 64
+"""Rows above which passes get smaller by a third or a quarter, and not only by half, as rows finish: there, arithmetic
+and reading the cache outweigh reading the weights."""
+
+
+def next_row_count(rows: int) -> int:
+    """Return the rows of a pass when `rows` are left: a power of two, or above `FINE_ROWS` also three halves of one."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power > FINE_ROWS and rows <= power * 3 // 4 else power
+
+
+class GraphRunner(EagerRunner):
+    """Replays recorded passes.
+
+    Args:
+        model: As for any runner.
+        rows: As for any runner.
+        capacity: As for any runner.
+        config: As for any runner.
+        fused: Runs the model's layers with fewer kernels; None to record the model's own forward pass.
+        key: What has to be equal for what an earlier call has recorded to be used; None to record everything.
+        make_capture: Called when there is no workspace to reuse; returns what records passes.
+        widths: Block widths that are recorded, ascending; None for those of any runner.
+        on_failure: Called with the exception of a pass that could not be recorded; the runner then goes on eagerly.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        capacity: int,
+        config: SpeculationConfig,
+        *,
+        fused: FusedDecoder | None,
+        key: Key | None,
+        make_capture: Callable[[], Capture],
+        on_failure: Callable[[Exception], None],
+        widths: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config)
+        self._compiles = is_compiled(model)
+        self._width_buckets = widths or self._width_buckets
+        self._fused = fused
+        self._on_failure = on_failure
+        self._recording = True
+        self._workspace = workspaces.take(model, key, capacity) or Workspace(
+            key, self.cache, CapturedPasses(config.max_graphs), make_capture()
+        )
+        if key is None:
+            self._workspace.cache = self.cache
+        self._workspace.passes.limit_to(config.max_graphs)
+        self._workspace.start_anew()
+        self.cache = self._workspace.cache
+        self._before = self._workspace.costs
+        self._live = torch.arange(rows, device=self.device)
+        self._choices = 0
+
+    @property
+    def recording_costs(self) -> RecordingCosts:
+        """What recording has cost since this runner was made."""
+        return self._workspace.costs - self._before
+
+    @property
+    def packs(self) -> bool:
+        """Whether `forward_packed` can be called."""
+        return self._fused is not None and self._recording
+
+    @property
+    def replays(self) -> bool:
+        """As for any runner."""
+        return self._recording
+
+    def recorded(self, width: int, longest: int) -> bool:
+        """As for any runner; of passes that keep all logits."""
+        possible = self._recording and self.cache.is_allocated and longest <= self.cache.capacity
+        return possible and (*self._shape(width, None), self._reach(longest)) in self._workspace.passes
+
+    def _shape(self, width: int, keep: int | None) -> tuple[Any, ...]:
+        """What tells recorded padded passes apart, beside the bound on lengths."""
+        bucket = self.padded_width(width)
+        return "padded", len(self._live), bucket, keep if keep == 1 else bucket
+
+    def finish(self) -> None:
+        """Keep what was recorded for the next call, if calls may keep anything."""
+        if self._config.keep_memory and self._recording:
+            workspaces.give_back(self.model, self._workspace)
+
+    def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
+        """As for any runner: what is left to do is one launch, and a copy of the result."""
+        width = tokens.shape[1]
+        shape = self._shape(width, keep)
+        entry = self._entry(shape, longest) if self._recording and self.cache.is_allocated else None
+        if entry is None:
+            return super().stage(tokens, positions, longest, keep)
+        entry.buffers.fill(self._of_live_rows(tokens), self._of_live_rows(positions))
+        if entry.block is not None and entry.choice != self._choices:
+            self._place(entry.block)
+            entry.choice = self._choices
+        live = self._live_index  # rows may leave before the block is run
+
+        def run() -> Tensor:
+            entry.replay()
+            logits = entry.replay.output[:, -(keep or width) :]
+            return self._of_everyone(logits.to(torch.float32, copy=True), live)
+
+        return run
+
+    def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
+        """As for any runner; `packs` says whether it can."""
+        if not self.packs:
+            return super().forward_packed(tokens, positions, counts, size, longest)
+        packed = PackedTokens.of(tokens.to(self.device), positions.to(self.device), counts.to(self.device), size)
+        widest = next_bucket(tokens.shape[1], PACKED_WIDTHS)
+        entry = self._entry(("packed", size, widest), longest)
+        if entry is None:
+            return self.forward(tokens, positions, longest)
+        assert entry.block is not None
+        for name in ("tokens", "rows", "positions", "starts", "counts"):
+            getattr(entry.block, name).copy_(getattr(packed, name))
+        entry.replay()
+        return entry.replay.output[packed.unpacked].float()
+
+    def _store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+        """As for any runner; by flat passes when the fused decoder runs."""
+        taken = 0
+        for part in portions(spans, self._config.prefill_chunk):
+            count = total_count(part)
+            if not self.packs:
+                super()._store(part, tokens[taken : taken + count])
+            else:
+                self._store_flat(part, tokens[taken : taken + count])
+            taken += count
+
+    def _store_flat(self, spans: Sequence[Span], tokens: Tensor) -> None:
+        """Store what fits into one pass; a recorded one if launches would take longer than the device."""
+        longest = max(span.end for span in spans)
+        try:
+            if len(tokens) > STORED_SIZES[-1]:
+                self._store_eagerly(spans, tokens, longest)
+                return
+            if not self.cache.is_allocated:
+                self._allocate()
+        except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
+            self._give_up(failure)
+        entry = self._entry(("store", next_bucket(len(tokens), STORED_SIZES)), longest) if self.packs else None
+        if entry is None:
+            super()._store(spans, tokens)
+            return
+        assert entry.block is not None
+        for name, values in self._flat_block(spans, tokens, entry.block.max_count).items():
+            getattr(entry.block, name).copy_(values)
+        entry.replay()
+
+    def _store_eagerly(self, spans: Sequence[Span], tokens: Tensor, longest: int) -> None:
+        """Store tokens by the fused layers, launched one by one."""
+        self._make_room(longest)
+        assert self._fused is not None
+        whole_row = spans[0].row if len(spans) == 1 and spans[0].start == 0 else None
+        tensors = self._flat_block(spans, tokens, len(tokens))
+        block = TokenBlock(**tensors, max_count=max(span.count for span in spans), whole_row=whole_row)
+        self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
+
+    def _allocate(self) -> None:
+        """Give the cache its buffers, by a pass over no token: only the model knows what it stores."""
+        assert self._fused is not None
+        block = self._fused_block(1, 1, BlockBuffers(1, 1, self.device))
+        self._fused.store(block, self.cache, MIN_REACH)
+
+    def _flat_block(self, spans: Sequence[Span], tokens: Tensor, size: int) -> dict[str, Tensor]:
+        """Return the tensors of a `TokenBlock` of `size` tokens, those of the spans first."""
+        rows, positions = flat_places(spans)
+        padding = size - len(tokens)
+        places = torch.stack([pad(rows, (0, padding), value=spans[0].row), pad(positions, (0, padding), value=-1)])
+        starts, counts = [0] * self.rows, [0] * self.rows
+        first = 0
+        for span in spans:
+            starts[span.row], counts[span.row] = first, span.count
+            first += span.count
+        rows, positions = upload(places, self.device)
+        begins = upload(torch.tensor([starts, counts], dtype=torch.int32), self.device)
+        return {
+            "tokens": pad(tokens, (0, padding)),
+            "rows": rows,
+            "positions": positions,
+            "starts": begins[0],
+            "counts": begins[1],
+        }
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """As for any runner, when the fused decoder runs: rows stay where they are in the cache.
+
+        A pass has one of few numbers of rows, so that few shapes are recorded; places that are left over keep rows that
+        have finished. A recorded forward pass of the model's own keeps all rows.
+        """
+        if self._fused is None or not self._recording:
+            return
+        places = next_row_count(len(rows))
+        if places >= len(self.live_rows):
+            return
+        finished = [row for row in self.live_rows if row not in rows]
+        self.live_rows = sorted([*rows, *finished[: places - len(rows)]])
+        self._live = self._live_index = upload(self.live_rows, self.device)
+        self._choices += 1
+
+    def _entry(self, shape: tuple[Any, ...], longest: int) -> RecordedPass | None:
+        """Return the recorded pass of a shape, None when it cannot be recorded."""
+        self._make_room(longest)
+        reach = self._reach(longest)
+        try:
+            return self._workspace.passes.get((*shape, reach), lambda: self._record(shape, reach))
+        except Exception as failure:  # noqa: BLE001 - whatever a model's code or the device has against recording
+            self._give_up(failure)
+            return None
+
+    def _make_room(self, longest: int) -> None:
+        """Let the cache hold rows of a length; what was recorded over smaller buffers goes."""
+        slots = next_multiple(longest, CAPACITY_STEP)
+        if self.cache.limit is not None:
+            slots = max(longest, min(slots, self.cache.limit))
+        if longest > self.cache.capacity and self._reserve(slots):
+            self._workspace.passes.clear()
+
+    def _reach(self, longest: int) -> int:
+        """Round a bound on the rows' lengths up, which is no reason for the cache to grow.
+
+        Masks have its width; fused passes only size their launches by it.
+        """
+        if self._fused is None:
+            return min(next_multiple(longest, self._config.view_bucket), self.cache.capacity)
+        reach = MIN_REACH
+        while reach < longest:
+            reach *= REACH_FACTOR
+        return min(reach, self.cache.capacity)
+
+    def _record(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
+        if shape[0] == "packed":
+            return self._record_packed(shape[1], shape[2], reach)
+        if shape[0] == "store":
+            return self._record_store(shape[1], reach)
+        _, rows, width, kept = shape
+        buffers = BlockBuffers(rows, width, self.device)
+        if self._fused is None:
+            body = self._own_forward(buffers, reach, kept)
+            if self._compiles:  # which may wait for the device as often as it likes
+                body()
+            return RecordedPass(self._workspace.capture(body), buffers)
+        block = self._fused_block(rows * width, width, buffers)
+        self._place(block)
+        columns = torch.arange(rows * width, device=self.device).view(rows, width)
+        keep = None if kept == width else columns[:, -kept:].flatten()
+        forward = self._fused_forward(block, reach, keep)
+        replay = self._workspace.capture(lambda: forward().view(rows, kept, -1))
+        return RecordedPass(replay, buffers, block, keep, self._choices)
+
+    def _record_packed(self, size: int, widest: int, reach: int) -> RecordedPass:
+        buffers = BlockBuffers(1, size, self.device)
+        block = self._fused_block(size, widest, buffers)
+        return RecordedPass(self._workspace.capture(self._fused_forward(block, reach, None)), buffers, block)
+
+    def _record_store(self, size: int, reach: int) -> RecordedPass:
+        fused, cache, buffers = self._fused, self.cache, BlockBuffers(1, size, self.device)
+        assert fused is not None
+        block = self._fused_block(size, size, buffers)
+
+        def body() -> Tensor:
+            fused.store(block, cache, reach)
+            return block.tokens  # a recording has to have a result
+
+        return RecordedPass(self._workspace.capture(body), buffers, block)
+
+    def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> TokenBlock:
+        return TokenBlock(
+            tokens=buffers.tokens.view(-1),
+            rows=torch.zeros(size, dtype=torch.long, device=self.device),
+            positions=buffers.positions.view(-1),
+            starts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
+            counts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
+            max_count=widest,
+        )
+
+    def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Body:
+        """Return the model's own forward pass, with the masks that it needs."""
+
+        def body() -> Tensor:
+            # Weights that autocast has cast for whoever called may be gone when this is replayed.
+            torch.clear_autocast_cache()
+            buffers.masks.clear()
+            self._fill_masks(buffers, view)
+            self.cache.aim(buffers.positions, view)
+            logits = self._execute(buffers, kept)
+            torch.clear_autocast_cache()
+            return logits
+
+        return body
+
+    def _fused_forward(self, block: TokenBlock, reach: int, keep: Tensor | None) -> Body:
+        fused, cache = self._fused, self.cache
+        assert fused is not None
+        return lambda: fused(block, cache, reach, keep)
+
+    def _place(self, block: TokenBlock) -> None:
+        """Write into a padded block where the rows that are still in have their tokens."""
+        width = block.max_count
+        block.rows.copy_(self._live.repeat_interleave(width))
+        first = torch.arange(0, len(self._live) * width, width, dtype=torch.int32, device=self.device)
+        block.starts.zero_().index_copy_(0, self._live, first)
+        block.counts.zero_().index_fill_(0, self._live, width)
+
+    def _give_up(self, failure: Exception) -> None:
+        """Go on without recording: bring the cache into the form that an eager pass takes, and say why.
+
+        Raises:
+            torch.OutOfMemoryError: If memory ran out: that says nothing about the model.
+        """
+        raise_out_of_memory(failure)
+        self._recording = False
+        self._workspace.passes.clear()
+        if self._live_index is not None:
+            self.cache.select_rows(self._live_index)
+        self._on_failure(failure)

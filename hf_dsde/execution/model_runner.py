@@ -1,0 +1,371 @@
+"""One model over its ragged cache: the only place where a model is called.
+
+A block of tokens enters as two tensors, `tokens` and `positions`, of shape `[rows, width]`. The runner rounds the width
+and the part of the cache in view up to buckets, fills static input buffers of that shape, and executes the model on
+them. Everything that varies from call to call is in the buffers' contents; shapes come from a small set, and nothing
+branches on a tensor: what `graph_runner` needs to record a pass once and replay it.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_dsde import compat
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.execution import attention
+from hf_dsde.execution.block_buffers import BlockBuffers
+from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.memory import check_cache_fits
+from hf_dsde.execution.spans import Span, similar_counts
+from hf_dsde.execution.torch_modes import Autocast
+from hf_dsde.utils.transfers import upload
+
+WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
+"""Block widths that are executed. Fine where drafts are short: a padded column costs what a token costs."""
+PADDED_COLUMNS = 512
+"""Columns of a padded pass that stores prompts: its masks have a place for every pair of a column and a slot."""
+SPLIT_SAVING = 256
+"""Columns of padding that a further pass has to save when prompts of different lengths are stored: about what launching
+it costs."""
+TIMED_PASSES = 3
+"""Timed passes of each shape, after one that warms up; the median counts."""
+
+
+def next_bucket(size: int, buckets: tuple[int, ...]) -> int:
+    """Return the smallest bucket that holds `size`; beyond the last one, the next multiple of it."""
+    for bucket in buckets:
+        if size <= bucket:
+            return bucket
+    return -(-size // buckets[-1]) * buckets[-1]
+
+
+def next_multiple(size: int, step: int) -> int:
+    """Return the smallest multiple of `step` that holds `size`."""
+    return -(-size // step) * step
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one kind of layer looks back.
+
+    Attributes:
+        kind: The layer type in transformers' words, such as `sliding_attention`.
+        window: Tokens a query sees, itself included; None for all.
+    """
+
+    kind: str
+    window: int | None
+
+
+def attention_kinds(model: PreTrainedModel) -> list[LayerAttention]:
+    """Return the distinct kinds of attention among the model's layers."""
+    config = model.config.get_text_config(decoder=True)
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    return [LayerAttention(kind, windows[kind]) for kind in dict.fromkeys(compat.layer_types(config))]
+
+
+def single_device(model: PreTrainedModel) -> torch.device | None:
+    """Return the device of all parameters; None when there are several, or weights are offloaded."""
+    devices = {parameter.device for parameter in model.parameters()}
+    device = devices.pop()
+    return None if devices or device.type == "meta" else device
+
+
+class ModelRunner(ABC):
+    """Feeds blocks of tokens to one model and keeps its cache.
+
+    Args:
+        model: A decoder-only model in evaluation.
+        rows: Number of sequences.
+        capacity: Tokens per row the cache shall hold to begin with.
+        config: Buckets and attention settings.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: int, capacity: int, config: SpeculationConfig) -> None:
+        self.model = model
+        self.rows = rows
+        self.live_rows = list(range(rows))
+        self._live_index: Tensor | None = None
+        self.device = model.device
+        self.packed = config.packed_attention and attention.reproduces_attention(model)
+        text_config = model.config.get_text_config(decoder=True)
+        self.cache = RaggedCache(text_config.num_hidden_layers, capacity, rows)
+        heads = text_config.num_attention_heads
+        # Masks are packed for this many heads; a layer that shares otherwise packs for itself.
+        self._shared_heads = heads // (getattr(text_config, "num_key_value_heads", None) or heads)
+        self._config = config
+        self._width_buckets = config.width_buckets or WIDTH_BUCKETS
+        self._kinds = attention_kinds(model)
+        self._cache_argument = compat.cache_argument(model)
+        self._keeps_last = compat.supports_logits_to_keep(model)
+        self._buffers: dict[int, BlockBuffers] = {}
+        self._single_device = single_device(model)
+        self._autocast = Autocast.on(self.device)
+
+    @property
+    def recording_costs(self) -> RecordingCosts:
+        """What recording passes has cost since this runner was made."""
+        return RecordingCosts()
+
+    @property
+    def packs(self) -> bool:
+        """Whether `forward_packed` can be called."""
+        return False
+
+    @property
+    def replays(self) -> bool:
+        """Whether what `stage` returns replays a recorded pass: it takes no memory but for a copy of the result."""
+        return False
+
+    @property
+    def conditions(self) -> tuple[Hashable, ...]:
+        """What decides how long a pass takes, apart from its rows and tokens."""
+        how = (self.replays, self.packs, self._config.runner, self.packed)
+        return *how, self.model.dtype, self.device, self._autocast
+
+    def recorded(self, width: int, longest: int) -> bool:  # noqa: ARG002 - nothing is, by default
+        """Whether a block of this width, arguments as in `stage`, is replayed from a recording that exists already."""
+        return False
+
+    def padded_width(self, width: int) -> int:
+        """Return the columns that a block of `width` columns is run with."""
+        return next_bucket(width, self._width_buckets)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Hold the attention setting that `forward` needs; it is as before when the `with` block ends."""
+        if not self.packed:
+            yield
+            return
+        with attention.packed_attention(self.model):
+            yield
+
+    def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
+        """Get a block ready. The function that is returned runs it and gives what `forward` would have given.
+
+        What comes in between may be the host's waiting for an answer. Only the block staged last can be run.
+        """
+        return lambda: self._run(tokens, positions, longest, keep)
+
+    def forward(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Tensor:
+        """Run a block, storing its keys and values in the slots named by `positions`.
+
+        Args:
+            tokens: `[rows, width]`, int64; anything where `positions` is below 0.
+            positions: Position of each token in its row, `[rows, width]`, int64; below 0 where there is no token.
+            longest: A bound, known without asking the device, on the largest position + 1.
+            keep: Return the logits of the last `keep` columns only; None for all.
+
+        Returns:
+            Logits, `[rows, keep or width, vocabulary]`, float32, on the model's output device. Columns without a token
+            hold anything finite, and so do rows that were left out.
+        """
+        return self.stage(tokens, positions, longest, keep)()
+
+    def _run(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None) -> Tensor:
+        """Run a block eagerly."""
+        width = tokens.shape[1]
+        buffers = self._buffers_for(self.padded_width(width))
+        tokens, positions = self._of_live_rows(tokens), self._of_live_rows(positions)
+        self._fill(buffers, tokens, positions, longest)
+        logits = self._execute(buffers, keep or width)[:, -(keep or width) :]
+        return self._of_everyone(logits.float(), self._live_index)
+
+    def _fill(
+        self, buffers: BlockBuffers, tokens: Tensor, positions: Tensor, longest: int, places: Tensor | None = None
+    ) -> None:
+        """Get a block ready for an eager pass in the cache rows `places`, or in all."""
+        view = next_multiple(longest, self._config.view_bucket)
+        self._reserve(view)
+        buffers.fill(tokens, positions)
+        self._fill_masks(buffers, view)
+        self.cache.aim(buffers.positions, view, places)
+
+    def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
+        """Run the tokens of a padded block without the padding between the rows.
+
+        Args:
+            tokens: `[rows, width]`, int64, each row's tokens in its first columns.
+            positions: `[rows, width]`, int64.
+            counts: Tokens of each row, `[rows]`, int64, 0 to width.
+            size: Tokens in the pass, at least the sum of `counts`.
+            longest: A bound, known without asking the device, on the largest position + 1.
+
+        Returns:
+            Logits, `[rows, width, vocabulary]`, float32. Columns without a token hold anything finite.
+
+        Raises:
+            NotImplementedError: Unless `packs`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} runs rows, not packed tokens.")
+
+    def store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+        """Store tokens whose logits nobody wants, such as prompts: `prefill_chunk` at a time, of all rows together.
+
+        Args:
+            spans: Where the tokens belong. Rows of the batch that are still in, each at most once; what a span has in
+                front of it is stored already.
+            tokens: Tokens of all spans, one span after another, `[sum of counts]`, int64.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has no room for the cache; nothing has been done then.
+        """
+        spans = [span for span in spans if span.count]
+        if not spans:
+            return
+        if not self.cache.is_allocated:
+            check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
+        self._store(spans, tokens.to(self.device))
+
+    def _store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+        """Store tokens by passes over rows of about the same length, padded to the longest."""
+        counts = [span.count for span in spans]
+        entries = list(zip(spans, accumulate(counts, initial=0), strict=False))
+        if self._config.drop_finished_rows:
+            groups = [[entries[index] for index in group] for group in similar_counts(counts, SPLIT_SAVING)]
+        else:  # what is hooked into a pass may hold a value for each row of the batch
+            present = {span.row for span in spans}
+            absent = [(Span(row, 0, 0), 0) for row in self.live_rows if row not in present]
+            groups = [sorted([*entries, *absent], key=lambda entry: entry[0].row)]
+        for group in groups:
+            self._store_group(group, tokens)
+
+    def _store_group(self, group: Sequence[tuple[Span, int]], tokens: Tensor) -> None:
+        """Store spans, each with the index of its first token, by passes over their rows."""
+        places = [self.live_rows.index(span.row) for span, _ in group]
+        # All rows in their order are the cache as it is; others have to be copied out of it in every layer.
+        chosen = None if places == list(range(len(self.live_rows))) else upload(places, self.device)
+        counts, starts, offsets = torch.tensor([(span.count, span.start, first) for span, first in group]).T[..., None]
+        step = max(1, min(PADDED_COLUMNS, self._config.prefill_chunk // len(group)))
+        widest = int(counts.max())
+        for first in range(0, widest, step):
+            column = torch.arange(first, min(first + step, widest))
+            real = column < counts
+            positions = (starts + column).masked_fill(~real, -1)
+            block, slots = upload(torch.stack([(offsets + column).masked_fill(~real, 0), positions]), self.device)
+            buffers = BlockBuffers(len(group), self.padded_width(len(column)), self.device)
+            self._fill(buffers, tokens[block], slots, int(positions.max()) + 1, chosen)
+            self._execute(buffers, 0)
+
+    def finish(self) -> None:  # noqa: B027 - only some runners keep something
+        """Give back what later calls can use: this one is done."""
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out from now on: `forward` still takes and returns the whole batch, but runs these.
+
+        Args:
+            rows: Rows of the batch, ascending, of those that are still in.
+        """
+        places = [self.live_rows.index(row) for row in rows]
+        self.cache.select_rows(upload(places, self.device))
+        self.live_rows = list(rows)
+        self._live_index = upload(self.live_rows, self.device)
+        self._buffers.clear()
+
+    def _of_live_rows(self, per_row: Tensor) -> Tensor:
+        """Bring a tensor with an entry per row of the batch to the model's device, with the rows still in only."""
+        per_row = per_row.to(self.device)
+        return per_row if self._live_index is None else per_row[self._live_index]
+
+    def _of_everyone(self, logits: Tensor, live: Tensor | None) -> Tensor:
+        """Give the rows that were left out, all but `live`, logits as well: zeros."""
+        if live is None:
+            return logits
+        return logits.new_zeros(self.rows, *logits.shape[1:]).index_copy_(0, live, logits)
+
+    def _reserve(self, slots: int) -> bool:
+        """Make room in the cache, if there is room for it; return whether its buffers have moved."""
+        if slots > self.cache.capacity:
+            check_cache_fits(self.model, self.rows, slots)
+        return self.cache.reserve(slots)
+
+    def _buffers_for(self, width: int) -> BlockBuffers:
+        if width not in self._buffers:
+            self._buffers[width] = BlockBuffers(len(self.live_rows), width, self.device)
+        return self._buffers[width]
+
+    def _fill_masks(self, buffers: BlockBuffers, view: int) -> None:
+        """Write the masks of the buffered block; they keep their storage as long as the view keeps its bucket."""
+        for kind in self._kinds:
+            visible = attention.visible_slots(buffers.positions, view, kind.window)
+            mask = self._mask(visible)
+            held = buffers.masks.get(kind.kind)
+            if held is not None and held.shape == mask.shape:
+                held.copy_(mask)
+            else:
+                buffers.masks[kind.kind] = mask
+
+    def _mask(self, visible: Tensor) -> Tensor:
+        """Bring a boolean mask into the form that the model's attention takes."""
+        if self.packed:
+            return attention.packed_mask(visible, self._shared_heads, self.model.dtype)
+        if self.model.config._attn_implementation == "eager":
+            return attention.additive_mask(visible, self.model.dtype)
+        return visible
+
+    @abstractmethod
+    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
+        """Run the model on the buffers; return the logits of at least the last `keep` columns, in its own dtype.
+
+        With `keep` 0 no head is run, where the model can do without.
+        """
+
+
+class EagerRunner(ModelRunner):
+    """Calls the model's `forward` for every block."""
+
+    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
+        masks = buffers.masks
+        arguments: dict[str, Any] = {self._cache_argument: self.cache}
+        if self._keeps_last:
+            arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
+        with self._autocast.held():  # the cache has the dtype that the first pass had
+            output = self.model(
+                input_ids=buffers.tokens,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=buffers.position_ids,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            )
+        logits: Tensor = output.logits
+        return logits
+
+
+def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
+    """Median seconds of a pass of `width` columns per row over caches of up to `longest` tokens.
+
+    The passes write behind every row's text, where nothing is kept.
+
+    Args:
+        runner: With prompts of up to `longest` tokens stored, each without its last token.
+        width: Columns.
+        longest: Tokens of the longest row.
+    """
+    tokens = torch.zeros(runner.rows, width, dtype=torch.long, device=runner.device)
+    positions = torch.arange(longest - 1, longest - 1 + width, device=runner.device).expand_as(tokens)
+    context = compat.context_length(runner.model)
+    if context is not None:
+        positions = positions.masked_fill(positions >= context, -1)
+
+    def timed() -> float:
+        started = time.perf_counter()
+        runner.forward(tokens, positions, longest - 1 + width)
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
+        return time.perf_counter() - started
+
+    timed()
+    return median(timed() for _ in range(TIMED_PASSES))

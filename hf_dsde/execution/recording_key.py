@@ -1,0 +1,222 @@
+"""What tells two recordings of a model's passes apart: all that a pass reads without being given it.
+
+A recorded pass reads weights where they lay, and does what modules and settings said at the time. So what can change
+that between two calls is looked at in each: addresses and dtypes of weights, types and attributes of modules, functions
+that were replaced on modules, on classes or in modeling files, the configuration, and torch's settings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hf_dsde.execution.torch_modes import Autocast
+
+KNOWN_PACKAGES = frozenset({"torch", "transformers", "peft"})
+"""Their modules compute what weights, attributes and configuration say. Others may ask whatever they like."""
+KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate"}
+"""Their functions may take the place of a module's `forward`, and call only what they were made with."""
+
+_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has, and which are looked at otherwise or say nothing about its arithmetic."""
+_NUMBERS_AND_NAMES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+)
+
+Key = tuple[Any, ...]
+
+
+def recording_key(model: PreTrainedModel) -> Key | None:
+    """Return what has to be equal for recordings of a model's passes to be right; None when nothing could tell.
+
+    None is for modules and `forward`s from elsewhere, which may depend on anything. Functions count by identity and are
+    not kept alive, nor is the model.
+    """
+    weights: list[Key] = []
+    attributes: list[Any] = []
+    classes: dict[type, None] = {}
+    configurations: dict[int, Any] = {}
+    for module in _modules(model):
+        own, kind = vars(module), type(module)
+        classes[kind] = None
+        if "forward" in own and not _only_wraps(own["forward"]):
+            return None
+        for group in (own["_parameters"], own["_buffers"]):
+            for tensor in group.values():
+                if tensor is not None:
+                    weight = _weight(tensor)
+                    if weight is None:
+                        return None
+                    weights.append(weight)
+        attributes.append(kind)
+        for name, value in own.items():
+            if name not in _BOOKKEEPING:
+                attributes += name, value if type(value) in _NUMBERS_AND_NAMES else _digest(value, configurations)
+    if not {_package(kind.__module__) for kind in classes} <= KNOWN_PACKAGES:
+        return None
+    return tuple(weights), tuple(attributes), tuple(map(_class_key, classes)), _files_key(classes), _settings(model)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the user has had torch.compile compile the model or a part of it."""
+    if "torch._dynamo" not in sys.modules:  # then nobody has, and importing it takes seconds
+        return False
+    return any(
+        module._compiled_call_impl is not None
+        or isinstance(module, torch._dynamo.OptimizedModule)
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in _modules(model)
+    )
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """A model's modules, each once. Walking them with its own iterators takes several times as long."""
+    found: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
+
+
+def _package(module_name: str) -> str:
+    return module_name.partition(".")[0]
+
+
+def _weight(tensor: Tensor) -> Key | None:
+    """Where a weight lies and how it is read; None if it is of a kind that is more than its numbers."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        parts = [_weight(getattr(tensor, name)) for name in names]
+        return None if None in parts else (type(tensor), _digest(context, {}), *parts)
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _digest(value: Any, configurations: dict[int, Any]) -> Any:
+    """What is compared in place of a value: numbers and names, and what holds them, by value; the rest by identity."""
+    kind = type(value)
+    if kind in _NUMBERS_AND_NAMES:
+        return value
+    if isinstance(value, dict):
+        return kind, tuple((_digest(k, configurations), _digest(v, configurations)) for k, v in value.items())
+    if isinstance(value, Tensor):
+        return _weight(value) or _identity(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        entries = (_digest(entry, configurations) for entry in value)
+        return kind, tuple(entries) if isinstance(value, (list, tuple)) else frozenset(entries)
+    if isinstance(value, PretrainedConfig):  # one that all modules share
+        if id(value) not in configurations:
+            configurations[id(value)] = None  # may be part of itself
+            configurations[id(value)] = kind, _digest(vars(value), configurations)
+        return configurations[id(value)]
+    return _identity(value)
+
+
+def _identity(value: Any) -> Any:
+    """Compares equal for the very same object, as long as it lives, and does not keep it alive."""
+    if isinstance(value, MethodType):
+        return _identity(value.__func__), _identity(value.__self__)
+    try:
+        return _Same(value)
+    except TypeError:
+        return type(value), id(value)
+
+
+class _Same:
+    """A weak reference that compares by identity."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, value: Any) -> None:
+        self._ref = ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._ref()
+        return isinstance(other, _Same) and mine is not None and mine is other._ref()
+
+    def __hash__(self) -> int:
+        return hash(_Same)
+
+
+def _only_wraps(function: Any) -> bool:
+    """Whether a function that was put in a `forward`'s place is a known package's, and so is all that it calls."""
+    waiting, seen = [function], set[int]()
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, MethodType):
+            waiting.append(found.__func__)
+        elif isinstance(found, FunctionType):
+            if _package(found.__globals__["__name__"]) not in KNOWN_WRAPPERS:
+                return False
+            waiting += [value for value in _captured(found) if _is_called(value)]
+        elif not isinstance(found, (BuiltinFunctionType, nn.Module)):
+            if _package(type(found).__module__) not in KNOWN_WRAPPERS:
+                return False
+            waiting += [value for name, value in vars(found).items() if name != "__wrapped__" and _is_called(value)]
+    return True
+
+
+def _captured(function: FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # an empty one has none
+
+
+def _is_called(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _class_key(kind: type) -> Key:
+    """The functions of a class and those that it inherits, up to torch's base of all modules."""
+    functions = []
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        functions += [(name, _Same(value)) for name, value in vars(base).items() if isinstance(value, FunctionType)]
+    return kind, tuple(functions)
+
+
+def _files_key(classes: Mapping[type, Any]) -> Key:
+    """The functions of the modeling files, which other packages replace too."""
+    names = sorted({kind.__module__ for kind in classes if _package(kind.__module__) == "transformers"})
+    files: list[Any] = []
+    for name in names:
+        for function, value in vars(sys.modules[name]).items():
+            if isinstance(value, (FunctionType, type)):
+                files.append((function, _Same(value)))
+    return tuple(files)
+
+
+def _settings(model: PreTrainedModel) -> Key:
+    """What torch is told about arithmetic, and whether it casts."""
+    attention: tuple[Callable[[], bool], ...] = (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.math_sdp_enabled,
+        torch.backends.cuda.cudnn_sdp_enabled,
+    )
+    products = torch.backends.cuda.matmul
+    # Where torch has the newer setting, asking for the older one may raise.
+    precision = getattr(products, "fp32_precision", None) or torch.get_float32_matmul_precision()
+    return (
+        Autocast.on(model.device),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        precision,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+        tuple(setting() for setting in attention),
+    )

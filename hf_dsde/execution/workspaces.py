@@ -1,0 +1,131 @@
+"""What outlives a call of a model: its cache and the passes recorded over it, and what tells one call's from another's.
+
+A recorded pass knows addresses and nothing else. So it is kept under a key that holds all that it depends on.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.execution.block_buffers import BlockBuffers
+from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, Replay
+from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.recording_key import Key, recording_key
+from hf_dsde.execution.torch_modes import lasting
+from hf_dsde.kernels.block import TokenBlock
+
+KEPT_WORKSPACES = 2
+"""Workspaces of a model that are kept between calls: a model may be target and draft at once."""
+
+
+@dataclass
+class RecordedPass:
+    """A recorded pass and the static tensors that it reads.
+
+    Attributes:
+        replay: Runs the pass.
+        buffers: Its tokens and positions.
+        block: The same, flat, with the rows they belong to, for a fused pass; None for the model's own.
+        keep: Indices of the tokens whose logits a fused pass gives, if not all: the replay reads it.
+        choice: Number of the choice of rows that a padded `block` holds now.
+    """
+
+    replay: Replay
+    buffers: BlockBuffers
+    block: TokenBlock | None = None
+    keep: Tensor | None = None
+    choice: int = 0
+
+
+@dataclass
+class Workspace:
+    """What outlives a call: a cache, and the passes recorded over it. It does not keep the model alive.
+
+    Attributes:
+        key: What has to be equal for another call to use it.
+        cache: Keys and values.
+        passes: Recorded passes.
+        capture: Records further ones.
+        anchor: Holds the memory that recordings share while there are none, so that it is used again: torch takes that
+            of a pool without recordings back only when a device has run out of memory.
+    """
+
+    key: Key | None
+    cache: RaggedCache
+    passes: CapturedPasses[RecordedPass]
+    capture: Capture
+    anchor: Replay | None = None
+
+    @property
+    def costs(self) -> RecordingCosts:
+        """What recording has cost since the workspace was made."""
+        return RecordingCosts(self.passes.captures, self.passes.seconds, self.capture.bytes)
+
+    def start_anew(self) -> None:
+        """Forget the last call's text, and which of its rows were still in at the end."""
+        self.cache.clear()
+        for entry in self.passes.entries():
+            entry.choice = -1
+
+
+class Workspaces:
+    """Idle workspaces by model. Taking one removes it, so that calls in several threads never share one."""
+
+    def __init__(self) -> None:
+        self._idle: WeakKeyDictionary[PreTrainedModel, list[Workspace]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def take(self, model: PreTrainedModel, key: Key | None, capacity: int) -> Workspace | None:
+        """Return a workspace with that key and at least that capacity; if there is none, free the idle ones.
+
+        Of no key, the workspace that is returned has neither a cache that is large enough nor anything recorded.
+        """
+        with self._lock:
+            idle = self._idle.get(model, [])
+            for place, workspace in enumerate(idle):
+                if workspace.key == key and (key is None or workspace.cache.capacity >= capacity):
+                    return idle.pop(place)
+            self._idle.pop(model, None)
+            return None
+
+    def give_back(self, model: PreTrainedModel, workspace: Workspace) -> None:
+        """Keep a workspace for later calls; of one without a key, the memory for what they record."""
+        if workspace.key is None:
+            if workspace.anchor is None:
+                device = model.device
+                with lasting():
+                    workspace.anchor = workspace.capture(lambda: torch.zeros(1, device=device))
+            workspace.passes.clear()
+            workspace.cache = RaggedCache(len(workspace.cache.ragged_layers), 0)
+        with self._lock:
+            idle = self._idle.setdefault(model, [])
+            idle.append(workspace)
+            del idle[:-KEPT_WORKSPACES]
+
+    def release(self, model: PreTrainedModel) -> None:
+        """Free all idle workspaces of a model."""
+        with self._lock:
+            self._idle.pop(model, None)
+
+
+workspaces = Workspaces()
+
+
+def workspace_key(model: PreTrainedModel, rows: int, config: SpeculationConfig, fused: bool) -> Key | None:
+    """Return what has to be equal for a workspace to be used again; None when nothing could tell.
+
+    Args:
+        model: As it is now.
+        rows: Rows of the cache.
+        config: Says how passes are run.
+        fused: Whether `FusedDecoder` runs them.
+    """
+    key = recording_key(model)
+    return None if key is None else (rows, fused, config.runner, config.view_bucket, config.packed_attention, key)

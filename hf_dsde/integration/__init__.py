@@ -1,0 +1,1 @@
+"""How `generate` gets to the loop, and what it gets back."""

@@ -1,0 +1,149 @@
+"""From the arguments of `generate` to the parts of a loop, and from the loop's result to the output of `generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_dsde import compat
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.decoding.loop import SpeculativeLoop
+from hf_dsde.decoding.recording import Recording, StepRecorder
+from hf_dsde.decoding.sampling import BlockProcessor
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.stopping import Stopping, length_limit
+from hf_dsde.decoding.token_feed import TokenFeed
+from hf_dsde.execution.wrappers import may_depend_on_rows, unwrapped
+from hf_dsde.integration import validation as refusals
+from hf_dsde.integration.loop_builder import build_loop
+from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+from hf_dsde.measurement.statistics import StatisticsRecorder
+from hf_dsde.policies.base import StoppingPolicy
+
+RESERVED_NEW_TOKENS = 1024
+"""Generated tokens per row that caches have room for from the start; longer texts let them grow."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How one call speculates."""
+
+    policy: StoppingPolicy
+    config: SpeculationConfig
+
+    @classmethod
+    def of(
+        cls, policy: str | StoppingPolicy | SpeculationConfig | None, config: SpeculationConfig | None
+    ) -> Speculation:
+        """Read `speculation_policy` and `speculation_config`.
+
+        Args:
+            policy: A policy's name, a policy, or a `SpeculationConfig`. None leaves the choice to `config`.
+            config: Every other setting, and the policy when `policy` is None.
+
+        Raises:
+            TypeError: If either is of another type.
+            ValueError: If a `SpeculationConfig` is given twice, or the name is unknown.
+        """
+        if config is not None and not isinstance(config, SpeculationConfig):
+            msg = f"speculation_config: expected a SpeculationConfig, got {type(config).__name__}."
+            raise TypeError(msg)
+        if isinstance(policy, SpeculationConfig):
+            if config is not None:
+                msg = (
+                    "speculation_config: a SpeculationConfig was already given as speculation_policy; pass one of them."
+                )
+                raise ValueError(msg)
+            return cls(policy.build_policy(), policy)
+        config = config or SpeculationConfig()
+        if policy is None:
+            return cls(config.build_policy(), config)
+        if isinstance(policy, StoppingPolicy):
+            return cls(policy, config)
+        if isinstance(policy, str):
+            if policy == config.policy:
+                return cls(config.build_policy(), config)
+            return cls(config.replace(policy=policy, policy_arguments={}).build_policy(), config)
+        msg = (
+            f"speculation_policy: expected a policy's name, a StoppingPolicy or a SpeculationConfig, got "
+            f"{type(policy).__name__}."
+        )
+        raise TypeError(msg)
+
+
+def generate_speculatively(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    speculation: Speculation,
+    *,
+    assistant_model: PreTrainedModel,
+    streamer: BaseStreamer | None = None,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> SpeculativeGenerateOutput | Tensor:
+    """Run the loop on what `generate` has prepared. Arguments are those of transformers' decoding methods.
+
+    Raises:
+        ValueError: For any reason named in `hf_dsde.integration.validation`.
+    """
+    refusals.check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
+    draft = unwrapped("assistant_model", assistant_model)
+    config = speculation.config
+    if may_depend_on_rows(model) or may_depend_on_rows(draft):  # then all rows stay in, each at its place
+        config = config.replace(drop_finished_rows=False)
+    limit = length_limit(stopping_criteria, generation_config.max_length)
+    sequences = SequenceBatch(
+        input_ids,
+        compat.prompt_mask(input_ids, model_kwargs),
+        max_new_tokens=max(limit - input_ids.shape[1], 1),
+        scratch=config.max_draft_length + 1,
+        pad_token=_scalar(generation_config._pad_token_tensor),
+    )
+    new_tokens = min(sequences.max_new_tokens, RESERVED_NEW_TOKENS)
+    capacity = max(sequences.prompt_lengths) + new_tokens + config.max_draft_length
+    wants_scores = generation_config.return_dict_in_generate and generation_config.output_scores
+    wants_logits = generation_config.return_dict_in_generate and generation_config.output_logits
+    recording = Recording(
+        scores=StepRecorder(sequences.rows) if wants_scores else None,
+        logits=StepRecorder(sequences.rows) if wants_logits else None,
+    )
+    recorder = StatisticsRecorder(sequences.rows, speculation.policy.name)
+    loop = build_loop(
+        SpeculativeLoop,
+        model,
+        draft,
+        sequences,
+        capacity=capacity,
+        policy=speculation.policy,
+        process=BlockProcessor(logits_processor),
+        stopping=Stopping(stopping_criteria, sequences),
+        statistics=recorder,
+        do_sample=bool(generation_config.do_sample),
+        config=config,
+        recording=recording,
+        feed=TokenFeed(streamer, sequences.rows),
+    )
+    text, lengths = loop.run()
+    statistics = recorder.finish(lengths, loop.recording_costs)
+    if loop.probes_cost:  # the odd plain round of a shorter call is too little to judge by
+        statistics.warn_if_losing()
+    if not generation_config.return_dict_in_generate:
+        return text
+    fields: dict[str, Any] = {
+        "sequences": text,
+        "scores": None if recording.scores is None else recording.scores.steps(max(lengths)),
+        "logits": None if recording.logits is None else recording.logits.steps(max(lengths)),
+    }
+    return SpeculativeGenerateOutput(**fields, speculation_statistics=statistics)
+
+
+def _scalar(token: torch.Tensor | None) -> int | None:
+    return None if token is None else int(token.reshape(-1)[0])

@@ -1,0 +1,267 @@
+"""How `generate` reaches the loop: a subclass per model class, with three methods of `GenerationMixin` overridden.
+
+`generate` looks its decoding method up on the class, so an enabled model gets its class swapped for a cached subclass
+of the same name. Everything else about the model stays: saving, pickling, copying, and `generate` without a
+`speculation_policy`, which goes the stock way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.configuration_utils import GenerationMode
+
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.execution.create_runner import release_memory
+from hf_dsde.execution.wrappers import innermost, unwrapped
+from hf_dsde.integration import validation as refusals
+from hf_dsde.integration.generation import Speculation, generate_speculatively
+from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+from hf_dsde.policies import StoppingPolicy
+
+_SPECULATION = "_hf_dsde_speculation"
+"""Attribute of a call's own copy of the generation config that carries the policy from one override to the next."""
+
+
+def _prepare_generation_config(
+    parent: Callable[..., Any], model: PreTrainedModel, generation_config: GenerationConfig | None, **kwargs: Any
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    policy = kwargs.pop("speculation_policy", None)
+    config = kwargs.pop("speculation_config", None)
+    prepared, model_kwargs = parent(model, generation_config, **kwargs)
+    refusals.check_hidden_policy(prepared)
+    if policy is not None or config is not None:
+        refusals.check_options(generation_config, kwargs)
+        setattr(prepared, _SPECULATION, Speculation.of(policy, config))
+    return prepared, model_kwargs
+
+
+def _validate_generation_mode(
+    parent: Callable[..., None],
+    model: PreTrainedModel,
+    generation_mode: GenerationMode,
+    generation_config: GenerationConfig,
+    generation_mode_kwargs: dict[str, Any],
+) -> None:
+    speculation: Speculation | None = getattr(generation_config, _SPECULATION, None)
+    if speculation is None:
+        parent(model, generation_mode, generation_config, generation_mode_kwargs)
+        return
+    refusals.check_mode(generation_mode, generation_config, generation_mode_kwargs)
+    draft = unwrapped("assistant_model", generation_mode_kwargs["assistant_model"])
+    refusals.check_models(model, draft, speculation.config.packed_attention)
+    refusals.check_tokenizers(
+        model,
+        draft,
+        generation_mode_kwargs.get("tokenizer"),
+        generation_mode_kwargs.get("assistant_tokenizer"),
+    )
+
+
+def _assisted_decoding(
+    parent: Callable[..., Any],
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **kwargs: Any,
+) -> SpeculativeGenerateOutput | Tensor:
+    speculation = getattr(generation_config, _SPECULATION, None)
+    if speculation is None:
+        return parent(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+    for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # what only the stock decoding method needs
+        kwargs.pop(name, None)
+    return generate_speculatively(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, speculation, **kwargs
+    )
+
+
+_OVERRIDES: dict[str, Callable[..., Any]] = {
+    "_prepare_generation_config": _prepare_generation_config,
+    "_validate_generation_mode": _validate_generation_mode,
+    "_assisted_decoding": _assisted_decoding,
+}
+
+
+def _override(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that hands the original, and everything it was called with, to the replacement."""
+
+    @functools.wraps(original)
+    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    return method
+
+
+class _Enabled:
+    """Marks the classes made by `enabled_class`. Pickles name the model's own class and enable it again on loading."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(max(int(protocol), 2))
+        assert isinstance(reduced, tuple)  # from protocol 2 on it always is
+        _, _, *rest = reduced
+        return (_new_enabled, (_own_class(self),), *rest)
+
+
+def _own_class(model: Any) -> Any:
+    """Return the class that an enabled model had before."""
+    return model._hf_dsde_own_class
+
+
+def _new_enabled(model_class: Any) -> Any:
+    subclass = enabled_class(model_class)
+    return subclass.__new__(subclass)
+
+
+@functools.cache
+def enabled_class(model_class: Any) -> Any:
+    """Return the subclass of `model_class` whose `generate` knows `speculation_policy`."""
+    methods = {name: _override(getattr(model_class, name), method) for name, method in _OVERRIDES.items()}
+    copied = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    attributes = {**methods, **copied, "_hf_dsde_own_class": model_class}
+    return type(model_class.__name__, (_Enabled, model_class), attributes)
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """Teach one model's `generate` the arguments `speculation_policy` and `speculation_config`.
+
+    Args:
+        model: The target, or a wrapper whose `generate` is that of the model inside it, such as PEFT's or that of
+            `torch.compile`. Enabling it twice does nothing.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: If the object has no `generate` of transformers.
+    """
+    inner = _generating(model)
+    if not isinstance(inner, _Enabled):
+        own_class: Any = type(inner)
+        inner.__class__ = enabled_class(own_class)
+    return model
+
+
+def _generating(model: Any) -> Any:
+    """Return the model whose `generate` runs when that of `model` is called."""
+    if isinstance(model, GenerationMixin):
+        return model
+    if not hasattr(model, "generate"):
+        way_out = "pass its `module`." if hasattr(model, "module") else "pass the causal language model itself."
+        raise TypeError(f"model: {type(model).__name__} has no transformers `generate`; {way_out}")
+    return innermost("model", model)
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `enable`, and free what calls keep on the device. Does nothing to a model that was not enabled.
+
+    Raises:
+        TypeError: If the object has no `generate` of transformers, or something else has changed the model's class
+            since, as FSDP's `fully_shard` does.
+    """
+    inner: PreTrainedModel = _generating(model)
+    if isinstance(inner, _Enabled):
+        own_class = _own_class(inner)
+        if type(inner) is not enabled_class(own_class):
+            msg = (
+                f"model: its class {type(inner).__name__} was derived from the enabled one by something else; undo "
+                "that first, or leave the model enabled: calls without `speculation_policy` go the stock way."
+            )
+            raise TypeError(msg)
+        inner.__class__ = own_class
+        release_memory(inner)
+    return model
+
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def install() -> None:
+    """Teach the `generate` of every transformers model, present and future. Installing twice does nothing."""
+    if _originals:
+        return
+    for name, method in _OVERRIDES.items():
+        _originals[name] = getattr(GenerationMixin, name)
+        setattr(GenerationMixin, name, _override(_originals[name], method))
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    while _originals:
+        name, original = _originals.popitem()
+        setattr(GenerationMixin, name, original)
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_model: PreTrainedModel | None = None,
+    speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
+    speculation_config: SpeculationConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    **kwargs: Any,
+) -> SpeculativeGenerateOutput | Tensor:
+    """A decoding method for `model.generate(custom_generate=...)`, for models that shall not be enabled.
+
+    `generate` hands a custom method neither the assistant nor the streamer, so the assistant has to be bound:
+
+        model.generate(**inputs, custom_generate=functools.partial(hf_dsde.generate, assistant_model=draft))
+
+    So have `tokenizer` and `assistant_tokenizer`, and a streamer, which is *also* passed to `generate`, which puts the
+    prompts. `generate` loses the `tokenizer` that `stop_strings` need: pass a `StopStringCriteria` in
+    `stopping_criteria` instead.
+
+    Args:
+        model: The target.
+        input_ids: Prompts, left-padded, `[rows, width]`, int64.
+        logits_processor: As `generate` prepared them.
+        stopping_criteria: As `generate` prepared them.
+        generation_config: As `generate` prepared it.
+        assistant_model: The draft.
+        speculation_policy: A name, a policy, or a `SpeculationConfig`; "dsde" when neither this nor
+            `speculation_config` is given.
+        speculation_config: Everything else that can be set.
+        tokenizer: The target's tokenizer; None to look for it beside the target.
+        assistant_tokenizer: The draft's tokenizer, compared with the target's; None to look for it beside the draft.
+        **kwargs: What `generate` prepared for the model's `forward`.
+
+    Returns:
+        What plain `generate` returns.
+
+    Raises:
+        ValueError: If no assistant was bound, or for any reason named in `hf_dsde.integration.validation`.
+    """
+    mode = GenerationMode.ASSISTED_GENERATION
+    if generation_config.num_beams > 1:
+        mode = GenerationMode.BEAM_SEARCH
+    refusals.check_mode(mode, generation_config, {"assistant_model": assistant_model})
+    draft = unwrapped("assistant_model", assistant_model)
+    speculation = Speculation.of(speculation_policy, speculation_config)
+    refusals.check_models(model, draft, speculation.config.packed_attention)
+    refusals.check_tokenizers(model, draft, tokenizer, assistant_tokenizer)
+    return generate_speculatively(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        speculation,
+        assistant_model=draft,
+        **kwargs,
+    )

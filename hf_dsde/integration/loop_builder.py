@@ -1,0 +1,74 @@
+"""Putting a loop together from two models and a batch: for `generate`, for jobs and for traces."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.decoding.loop import SpeculativeLoop
+from hf_dsde.decoding.recording import Recording
+from hf_dsde.decoding.sampling import ScoreProcessor
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.token_feed import TokenFeed
+from hf_dsde.drafting.model import ModelDrafter
+from hf_dsde.execution.create_runner import create_runner
+
+Loop = TypeVar("Loop", bound=SpeculativeLoop)
+
+
+def build_loop(
+    kind: type[Loop],
+    model: PreTrainedModel,
+    draft: PreTrainedModel,
+    sequences: SequenceBatch,
+    *,
+    capacity: int,
+    process: ScoreProcessor,
+    do_sample: bool,
+    config: SpeculationConfig,
+    cache_limit: int | None = None,
+    recording: Recording | None = None,
+    feed: TokenFeed | None = None,
+    **parts: Any,
+) -> Loop:
+    """Return a loop over a batch.
+
+    Args:
+        kind: Class of the loop.
+        model: The target.
+        draft: The draft.
+        sequences: The batch, with its prompts.
+        capacity: Tokens per row that the caches have room for from the start.
+        process: Logits processors.
+        do_sample: Sample if True, decode greedily otherwise.
+        config: Everything else that can be set.
+        cache_limit: Tokens per row up to which caches grow ahead of need; None for no limit.
+        recording: Where scores and logits go; None for nowhere.
+        feed: Takes tokens as soon as they are certain; None if nobody does.
+        **parts: The loop's other arguments.
+    """
+    drafter = ModelDrafter(
+        draft,
+        sequences,
+        vocabulary_size=model.config.get_text_config(decoder=True).vocab_size,
+        process=process,
+        do_sample=do_sample,
+        capacity=capacity,
+        config=config,
+    )
+    target = create_runner(model, sequences.rows, capacity, config)
+    for cache in (target.cache, drafter.cache):
+        cache.limit = cache_limit
+    return kind(
+        target=target,
+        drafter=drafter,
+        sequences=sequences,
+        process=process,
+        do_sample=do_sample,
+        config=config,
+        recording=recording or Recording(),
+        feed=feed or TokenFeed(None, sequences.rows),
+        **parts,
+    )

@@ -1,0 +1,233 @@
+"""The operations of a fused pass in plain torch: any device, any floating dtype, nothing clever.
+
+They say what the kernels have to compute, and they serve where there is no kernel. Each rounds where the stock modules
+of transformers round, so that a pass made of them differs from the stock one only by the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_dsde import signals
+from hf_dsde.kernels.block import TokenBlock
+
+QUERIES_AT_ONCE = 64
+"""Tokens whose keys and values are gathered at once; bounds the memory of `ragged_attention`, not its result."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise by the root mean square (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4).
+
+    In float32 whatever the dtype of `x`, rounded to that dtype before the product with `weight`, as Llama's norm does.
+
+    Args:
+        x: `[T, H]`; or heads of queries and keys, `[T * heads, D]`.
+        weight: `[H]`, of the dtype of `x`.
+        eps: Added to the mean square.
+
+    Returns:
+        Of the shape and dtype of `x`.
+    """
+    single = x.float()
+    scale = torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (single * scale).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add a sublayer's output to the residual stream and normalise the sum.
+
+    Args:
+        x: Output of a sublayer, `[T, H]`.
+        residual: The stream it is added to, `[T, H]`.
+        weight: `[H]`, of the dtype of `x`.
+        eps: Added to the mean square.
+
+    Returns:
+        The normalised sum, and the sum rounded to the dtype of `x`, both `[T, H]`.
+    """
+    summed = residual + x
+    return rms_norm(summed, weight, eps), summed
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """The gated product of SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020): silu(gate) * up.
+
+    Args:
+        gate: `[T, I]`.
+        up: `[T, I]`, of the same dtype.
+
+    Returns:
+        `[T, I]`; silu is rounded to the dtype before the product.
+    """
+    return functional.silu(gate) * up
+
+
+def pays(tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype) -> bool:  # noqa: ARG001 - as the kernels
+    """Whether `linears` and `gated_linear` are preferred to calling modules: always, since it comes to the same."""
+    return True
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+    """Multiply the same tokens by several weight matrices.
+
+    Args:
+        x: `[T, H]`.
+        weights: `[N_i, H]` each, of the dtype of `x`.
+        biases: For each weight a vector `[N_i]`, or None; None for no bias at all.
+
+    Returns:
+        `x @ weight.T + bias` for each weight, `[T, N_i]`, rounded once.
+    """
+    vectors = [None] * len(weights) if biases is None else biases
+    return [functional.linear(x, weight, bias) for weight, bias in zip(weights, vectors, strict=True)]
+
+
+def side_by_side(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
+    """Return what each of some linear modules makes of the same `x`, `[T, H]`."""
+    return [product(x) for product in products]
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """The first half of a SwiGLU layer (Shazeer, "GLU Variants Improve Transformer", 2020): silu(x gate^T) * x up^T.
+
+    Args:
+        x: `[T, H]`.
+        gate: `[I, H]`, of the dtype of `x`.
+        up: Likewise.
+
+    Returns:
+        `[T, I]`; both products and silu are rounded to the dtype before the last product.
+    """
+    return silu_mul(functional.linear(x, gate), functional.linear(x, up))
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Turn queries and keys by their positions, and write keys and values into their places of the cache.
+
+    Rotary embeddings (Su et al., "RoFormer", 2021) in Llama's convention: dimension i is paired with i + D / 2.
+
+    Args:
+        q: Queries, `[T, Hq, D]`; this and the next two may be views that are not contiguous.
+        k: Keys, `[T, Hkv, D]`.
+        v: Values, `[T, Hkv, Dv]`.
+        cos: Cosines at the position of each token, `[T, D]`, of the dtype of `q`.
+        sin: Sines likewise.
+        keys: Cache to write into, `[R, Hkv, S, D]`.
+        values: Cache to write into, `[R, Hkv, S, Dv]`. In float16, what is too large for it is stored as its largest.
+        rows: Cache row of each token, `[T]`, int64.
+        slots: Cache slot of each token, `[T]`, int64. Where two tokens share a place, either may win.
+
+    Returns:
+        The turned queries, `[T, Hq, D]`.
+    """
+    keys.transpose(1, 2)[rows, slots] = _rotated(k, cos, sin)
+    values.transpose(1, 2)[rows, slots] = v.nan_to_num() if values.dtype == torch.float16 else v
+    return _rotated(q, cos, sin)
+
+
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`[T, heads, D]`, turned by the angles of each token."""
+    first, second = states.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return states * cos[:, None] + turned * sin[:, None]
+
+
+def ragged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block: TokenBlock,
+    scaling: float,
+    window: int | None,
+    reach: int,
+) -> Tensor:
+    """Scaled dot-product attention of every token over its own cache row, in which slot == position.
+
+    A token at position p sees the slots `max(0, p - window + 1)` to p. Where there is no token (p < 0) it sees slot 0,
+    so that its output is finite. Query heads `i * Hq / Hkv` and following share key-value head i. Scores, softmax and
+    sums are float32, float64 for float64 states.
+
+    Args:
+        q: Turned queries, `[T, Hq, D]`.
+        keys: `[R, Hkv, S, D]`, the block's own included.
+        values: `[R, Hkv, S, Dv]`.
+        block: Row and position of each token.
+        scaling: Factor of the scores.
+        window: Tokens that a query sees, itself included; None for all up to its own.
+        reach: Bound on the largest position + 1, known to the host. Slots beyond it are not looked at.
+
+    Returns:
+        `[T, Hq * Dv]`, of the dtype of `q`.
+    """
+    reach = min(reach, keys.shape[2])
+    parts = []
+    for part in torch.arange(len(q), device=q.device).split(QUERIES_AT_ONCE):
+        rows, positions = block.rows[part], block.positions[part]
+        parts.append(_attend(q[part], keys[rows, :, :reach], values[rows, :, :reach], positions, scaling, window))
+    return torch.cat(parts)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Attention of queries `[T, Hq, D]`, each over keys and values of its own, `[T, Hkv, slots, D or Dv]`."""
+    tokens, heads, width = q.shape
+    key_value_heads, slots = keys.shape[1:3]
+    precision = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.reshape(tokens, key_value_heads, heads // key_value_heads, width).to(precision)
+    scores = grouped @ keys.to(precision).transpose(2, 3) * scaling
+    query = positions.clamp_min(0)[:, None]
+    slot = torch.arange(slots, device=q.device)
+    visible = slot <= query
+    if window is not None:
+        visible &= slot > query - window
+    weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
+    return (weights @ values.to(precision)).to(q.dtype).reshape(tokens, -1)
+
+
+def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy and the two largest probabilities of the softmax at temperature 1.
+
+    Args:
+        logits: `[rows, vocabulary]`, any float dtype; -inf where a token is excluded.
+
+    Returns:
+        Entropies, `[rows]`, nats; the two largest probabilities, largest first, `[rows, 2]`; float32.
+    """
+    log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
+    top = signals.two_largest(log_probabilities).exp()
+    return signals.entropy_of_(log_probabilities), top
+
+
+def nucleus(scores: Tensor, best: Tensor, top_p: float) -> Tensor:
+    """Keep the most likely ones of the best tokens whose probabilities reach a sum, and exclude all others.
+
+    Best are the tokens that score at least as much as the last of `best`, which may be more than those in it. A token
+    is kept if those in front of it have less than `top_p` of their probability; the first always is. Which ones of
+    equal scores are kept, where only some are, is left open.
+
+    Args:
+        scores: `[rows, vocabulary]`, floating point.
+        best: The largest scores of each row, `[rows, k]`, largest first.
+        top_p: 0 to 1.
+
+    Returns:
+        The scores that are kept and -inf elsewhere, `[rows, vocabulary]`.
+    """
+    scores = scores.masked_fill(scores < best[:, -1:], float("-inf"))
+    ordered, places = scores.sort()
+    excluded = ordered.softmax(1).cumsum(1) <= 1 - top_p
+    excluded[:, -1] = False
+    return scores.masked_fill(excluded.scatter(1, places, excluded), float("-inf"))

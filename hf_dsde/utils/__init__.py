@@ -1,0 +1,1 @@
+"""Checks, transfers and imports that every room uses."""

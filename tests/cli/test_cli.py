@@ -1,0 +1,74 @@
+"""The command line hands its arguments on and answers mistakes with a way out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_pair import PROMPTS, tiny_pair
+from typer.testing import CliRunner
+
+from hf_dsde import pairs
+from hf_dsde.cli import main as cli
+from hf_dsde.cli.demo import run as demo
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """The tiny pair in place of every other, on the CPU, with prompts that its tokenizer can read."""
+    asked = []
+
+    def load(*arguments):
+        asked.append(arguments)
+        return tiny_pair(*arguments[-2:])
+
+    monkeypatch.setattr(pairs, "load_packaged_pair", load)
+    monkeypatch.setattr(pairs, "load_pair", load)
+    original = demo.DemoOptions
+    monkeypatch.setattr(demo, "DemoOptions", lambda **options: original(**options, prompts=PROMPTS))
+    monkeypatch.setenv("COLUMNS", "160")
+    return asked
+
+
+def run(*arguments):
+    return RUNNER.invoke(cli.app, [*arguments, "--device", "cpu"])
+
+
+def test_demo_prints_a_table_and_writes_the_result(tmp_path):
+    path = tmp_path / "results" / "demo.json"
+    result = run("demo", "--dtype", "float32", "--max-new-tokens", "6", "--repeats", "1", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "plain generate" in result.output
+    assert "3 equal" in result.output
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert [method["method"] for method in written["dtypes"]["float32"]] == [
+        "plain generate",
+        "dsde",
+        "static, 2 tokens",
+    ]
+
+
+def test_demo_runs_in_both_precisions_unless_told_otherwise(tmp_path, tiny):
+    path = tmp_path / "demo.json"
+    result = run("demo", "--max-new-tokens", "4", "--repeats", "1", "--policy", "heuristic", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert list(written["dtypes"]) == ["float32", "bfloat16"]
+    assert written["dtypes"]["float32"][1]["statistics"]["policy"] == "heuristic"
+    assert len(tiny) == 2
+
+
+def test_demo_fails_when_a_promise_is_broken(monkeypatch):
+    monkeypatch.setattr(demo.DemoResult, "is_exact", False)
+    result = run("demo", "--dtype", "float32", "--max-new-tokens", "4", "--repeats", "1")
+    assert result.exit_code == 1
+    assert "differ" in result.output
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones():
+    result = run("demo", "--policy", "dsed")
+    assert result.exit_code == 2
+    assert "'dsed'" in result.output
+    assert "dsde" in result.output

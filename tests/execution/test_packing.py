@@ -1,0 +1,148 @@
+"""Packed blocks hold what padded blocks hold, in order, and lead back to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_dsde.execution.packing import SMALLEST_STEP, STEPS_PER_DOUBLING, PackedTokens, packed_bucket
+
+NOTHING = -7
+"""Stands in columns without a token: whoever reads one finds a number that is no token and no position."""
+
+
+@dataclass(frozen=True)
+class RaggedBlock:
+    """A padded block, and what a pass has to see of it."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    counts: list[int]
+    size: int
+
+    def packed(self) -> PackedTokens:
+        return PackedTokens.of(self.tokens, self.positions, torch.tensor(self.counts), self.size)
+
+    def columns(self) -> list[tuple[int, int]]:
+        """Row and column of every token, in the order of a packed block."""
+        return [(row, column) for row, count in enumerate(self.counts) for column in range(count)]
+
+
+def ragged_block(counts: list[int], width: int, spare: int = 0) -> RaggedBlock:
+    """Return a block whose tokens are all different, and whose rows begin at different positions."""
+    tokens = torch.full((len(counts), width), NOTHING)
+    positions = torch.full((len(counts), width), NOTHING)
+    for row, count in enumerate(counts):
+        tokens[row, :count] = 1000 * (row + 1) + torch.arange(count)
+        positions[row, :count] = 10 * row + 3 + torch.arange(count)
+    return RaggedBlock(tokens, positions, counts, sum(counts) + spare)
+
+
+@st.composite
+def ragged_blocks(draw: st.DrawFn) -> RaggedBlock:
+    width = draw(st.integers(1, 6))
+    counts = draw(st.lists(st.integers(0, width), min_size=1, max_size=7))
+    # A pass without room holds nothing, and nobody asks for one.
+    spare = draw(st.integers(0 if any(counts) else 1, 9))
+    return ragged_block(counts, width, spare)
+
+
+def check(block: RaggedBlock) -> None:
+    """Compare with a walk over the rows, one token after the other."""
+    packed = block.packed()
+    places = block.columns()
+    used = len(places)
+    assert packed.tokens.shape == packed.rows.shape == packed.positions.shape == (block.size,)
+    assert packed.tokens[:used].tolist() == [int(block.tokens[place]) for place in places]
+    assert packed.positions[:used].tolist() == [int(block.positions[place]) for place in places]
+    assert packed.rows[:used].tolist() == [row for row, _ in places]
+    assert packed.positions[used:].tolist() == [-1] * (block.size - used)
+    # Whoever looks up a cache row or a count by them must find one.
+    assert all(0 <= row < len(block.counts) for row in packed.rows.tolist())
+    assert packed.counts.tolist() == block.counts
+    assert packed.starts.tolist() == [sum(block.counts[:row]) for row in range(len(block.counts))]
+    dtypes = (packed.tokens.dtype, packed.rows.dtype, packed.positions.dtype, packed.unpacked.dtype)
+    assert set(dtypes) == {torch.int64}
+    assert {packed.starts.dtype, packed.counts.dtype} == {torch.int32}
+
+
+@given(st.integers(0, 50_000))
+def test_a_bucket_holds_its_tokens(tokens: int) -> None:
+    size = packed_bucket(tokens)
+    assert size >= tokens
+    assert size % SMALLEST_STEP == 0
+    assert size - tokens < max(SMALLEST_STEP, tokens / STEPS_PER_DOUBLING)
+
+
+@given(st.integers(SMALLEST_STEP * STEPS_PER_DOUBLING, 1_000_000))
+def test_one_token_in_seventeen_is_padding_at_most(tokens: int) -> None:
+    size = packed_bucket(tokens)
+    assert (size - tokens) * (STEPS_PER_DOUBLING + 1) <= size
+
+
+def test_no_bucket_is_smaller_than_that_of_fewer_tokens() -> None:
+    sizes = [packed_bucket(tokens) for tokens in range(1, 5000)]
+    assert sizes == sorted(sizes)
+
+
+def test_a_bucket_holds_itself() -> None:
+    sizes = {packed_bucket(tokens) for tokens in range(1, 5000)}
+    assert {packed_bucket(size) for size in sizes} == sizes
+
+
+def test_buckets_are_few() -> None:
+    """Each is a pass to record."""
+    for power in (256, 512, 1024, 2048):
+        assert len({packed_bucket(tokens) for tokens in range(power + 1, 2 * power + 1)}) == STEPS_PER_DOUBLING
+
+
+@given(ragged_blocks())
+def test_a_packed_block_holds_the_tokens_of_all_rows_behind_each_other(block: RaggedBlock) -> None:
+    check(block)
+
+
+@given(ragged_blocks())
+def test_the_way_back_finds_every_token(block: RaggedBlock) -> None:
+    packed = block.packed()
+    assert packed.unpacked.shape == block.tokens.shape
+    unpacked = packed.tokens[packed.unpacked]  # raises where an index points outside
+    for place in block.columns():
+        assert unpacked[place] == block.tokens[place]
+    assert packed.unpacked.min() >= 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "width", "spare"),
+    [
+        ([0, 0, 3], 3, 0),
+        ([3, 0, 0], 3, 5),
+        ([0, 2, 0, 0, 1, 0], 4, 2),
+        ([0, 0, 0], 4, 8),
+        ([1, 1, 1, 1], 1, 0),
+        ([1, 0, 1], 1, 6),
+        ([5], 5, 3),
+        ([0], 1, 1),
+    ],
+    ids=str,
+)
+def test_empty_rows_single_columns_and_spare_room(counts: list[int], width: int, spare: int) -> None:
+    check(ragged_block(counts, width, spare))
+
+
+def test_nothing_depends_on_where_the_padding_points() -> None:
+    block = ragged_block([2, 0, 3], 4, 3)
+    other = RaggedBlock(
+        block.tokens.masked_fill(block.tokens == NOTHING, 55),
+        block.positions.masked_fill(block.positions == NOTHING, 99),
+        block.counts,
+        block.size,
+    )
+    first, second = block.packed(), other.packed()
+    used = sum(block.counts)
+    assert torch.equal(first.tokens[:used], second.tokens[:used])
+    for name in ("rows", "positions", "starts", "counts", "unpacked"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name

@@ -1,0 +1,279 @@
+"""Inputs for the fused kernels, and slow float64 loops that say what should come out of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_dsde.kernels.block import TokenBlock
+
+POISON = 300.0
+"""Lies in every slot that no token may see: large enough to spoil a result, small enough for every dtype."""
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One row per entry: tokens already stored, and tokens of the block.
+
+    `layout`: "packed"; or padded to the widest row, with the padding "left" or "right" of the tokens, and counted.
+    `tail`: tokens without a position behind all rows, counted by none.
+    """
+
+    stored: tuple[int, ...]
+    widths: tuple[int, ...]
+    layout: str = "packed"
+    tail: int = 0
+    heads: int = 6
+    kv_heads: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    window: int | None = None
+
+
+ATTENTION_CASES = {
+    "packed": AttentionCase((40, 0, 7), (3, 1, 5)),
+    "a row without tokens": AttentionCase((40, 9, 70), (2, 0, 3)),
+    "padding in front": AttentionCase((40, 0, 21), (2, 4, 1), "left"),
+    "padding behind": AttentionCase((40, 0, 21), (2, 4, 1), "right"),
+    "a row of padding only": AttentionCase((40, 30, 21), (2, 0, 1), "left"),
+    "a tail that no row counts": AttentionCase((12, 33), (2, 3), tail=4),
+    "nothing but padding": AttentionCase((12, 33), (0, 0), tail=3),
+    "more queries than a program takes": AttentionCase((20, 3), (50, 3), heads=10),
+    "more padding than a program takes": AttentionCase((5, 3, 4, 2), (20, 0, 1, 0), "left", tail=5, heads=2),
+    "one head per key-value head": AttentionCase((20, 3), (2, 3), heads=2),
+    "odd sizes of heads": AttentionCase((50, 3), (2, 3), dim=24, value_dim=40),
+    "window": AttentionCase((60, 5, 20), (4, 3, 1), window=7),
+    "window of one": AttentionCase((60, 5), (4, 3), window=1),
+    "window wider than the text": AttentionCase((60, 5), (4, 3), window=150),
+    "window and padding": AttentionCase((100, 90, 20), (2, 4, 0), "left", tail=2, window=7),
+    "window over several blocks": AttentionCase((400, 150), (2, 5), "right", window=150),
+    "long and short": AttentionCase((530, 2, 260), (2, 3, 1), "left"),
+}
+
+
+@dataclass(frozen=True)
+class AttentionInput:
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    block: TokenBlock
+    scaling: float
+    window: int | None
+    reach: int
+
+
+def make_attention(
+    case: AttentionCase, dtype: torch.dtype, device: str = "cpu", seed: int = 0, slack: int = 3
+) -> AttentionInput:
+    """Draw the tensors of a case; the cache has `slack` slots more than the longest row, and a discard slot."""
+    generator = torch.Generator().manual_seed(seed)
+    widest = max(case.widths)
+    rows, positions, starts, counts = [], [], [], []
+    for row, (stored, width) in enumerate(zip(case.stored, case.widths, strict=True)):
+        padding = [] if case.layout == "packed" else [-1] * (widest - width)
+        real = list(range(stored, stored + width))
+        cells = padding + real if case.layout == "left" else real + padding
+        starts.append(len(positions))
+        counts.append(len(cells))
+        rows += [row] * len(cells)
+        positions += cells
+    rows += [len(starts) - 1] * case.tail
+    positions += [-1] * case.tail
+    total, longest = len(positions), max(s + w for s, w in zip(case.stored, case.widths, strict=True))
+    slots = longest + slack + 1
+    q = torch.randn(total, case.heads, case.dim, generator=generator)
+    keys = torch.randn(len(starts), case.kv_heads, slots, case.dim, generator=generator)
+    values = torch.randn(len(starts), case.kv_heads, slots, case.value_dim, generator=generator)
+    for row, (stored, width) in enumerate(zip(case.stored, case.widths, strict=True)):
+        hidden = max(1, stored + width)
+        keys[row, :, hidden:] = values[row, :, hidden:] = POISON
+    block = TokenBlock(
+        tokens=torch.zeros(total, dtype=torch.int64, device=device),
+        rows=torch.tensor(rows, device=device),
+        positions=torch.tensor(positions, device=device),
+        starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        counts=torch.tensor(counts, dtype=torch.int32, device=device),
+        max_count=max(counts),
+    )
+    q, keys, values = (states.to(device, dtype) for states in (q, keys, values))
+    reach = max(64, math.ceil(longest / 64) * 64)
+    return AttentionInput(q, keys, values, block, case.dim**-0.5, case.window, reach)
+
+
+def slow_attention(given: AttentionInput) -> Tensor:
+    """`[T, Hq * Dv]`, float64, from the definition."""
+    q, keys, values = (states.double().cpu() for states in (given.q, given.keys, given.values))
+    shared = q.shape[1] // keys.shape[1]
+    out = torch.zeros(q.shape[0], q.shape[1], values.shape[-1], dtype=torch.float64)
+    for token, (row, position) in enumerate(
+        zip(given.block.rows.tolist(), given.block.positions.tolist(), strict=True)
+    ):
+        end = max(position, 0) + 1
+        begin = 0 if given.window is None else max(0, end - given.window)
+        for head in range(q.shape[1]):
+            scores = [given.scaling * float(q[token, head] @ key) for key in keys[row, head // shared, begin:end]]
+            largest = max(scores)
+            weights = torch.tensor([math.exp(score - largest) for score in scores], dtype=torch.float64)
+            out[token, head] = weights @ values[row, head // shared, begin:end] / weights.sum()
+    return out.flatten(1)
+
+
+def without_positions(given: AttentionInput) -> AttentionInput:
+    """The same input with every token taken away."""
+    return replace(given, block=replace(given.block, positions=torch.full_like(given.block.positions, -1)))
+
+
+def slow_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm in float64, one vector at a time, unrounded before the weight."""
+    vectors = []
+    for vector in x.double():
+        root = math.sqrt(sum(element * element for element in vector.tolist()) / len(vector) + eps)
+        vectors.append(vector / root * weight.double())
+    return torch.stack(vectors)
+
+
+def slow_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up in float64, element by element."""
+    pairs = zip(gate.double().flatten().tolist(), up.double().flatten().tolist(), strict=True)
+    flat = [g / (1 + math.exp(-g)) * u if g > -700 else 0.0 for g, u in pairs]
+    return torch.tensor(flat, dtype=torch.float64).view(gate.shape)
+
+
+def slow_rotation(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Every head of `[T, heads, D]` turned in float64, pair by pair."""
+    states, cos, sin = states.double(), cos.double(), sin.double()
+    half = states.shape[-1] // 2
+    out = torch.empty_like(states)
+    for i in range(half):
+        left, right = states[..., i], states[..., i + half]
+        out[..., i] = left * cos[:, None, i] - right * sin[:, None, i]
+        out[..., i + half] = right * cos[:, None, i + half] + left * sin[:, None, i + half]
+    return out
+
+
+def slow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`[T, N]`, float64, unrounded: one dot product at a time."""
+    x, weight = x.detach().double().cpu(), weight.detach().double().cpu()
+    out = torch.tensor([[float(token @ row) for row in weight] for token in x], dtype=torch.float64)
+    return out if bias is None else out + bias.double().cpu()
+
+
+def rounded_gated(gates: Tensor, ups: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gated product of two exact products, rounded as four operations in a row round it."""
+    gates = gates.to(dtype).double()
+    activated = (gates / (1 + torch.exp(-gates))).to(dtype)
+    return (activated.double() * ups.to(dtype).double()).to(dtype)
+
+
+DISTRIBUTIONS = {
+    "few tokens": lambda: torch.randn(3, 50),
+    "flat": lambda: torch.zeros(2, 4097),
+    "peaked": lambda: 300 * torch.randn(2, 700),
+    "large and alike": lambda: 1e4 + torch.randn(2, 300),
+    "the two largest behind each other": lambda: torch.arange(5000.0)[None] / 100,
+    "the two largest in one lane": lambda: torch.full((1, 9000), -3.0).index_fill_(1, torch.tensor([7, 7 + 4096]), 2.0),
+    "excluded tokens": lambda: torch.randn(4, 1000).masked_fill(torch.rand(4, 1000) < 0.7, -math.inf),
+    "one token is left": lambda: torch.full((2, 90), -math.inf).index_fill_(1, torch.tensor([33]), 5.0),
+    "rows out of wider ones": lambda: torch.randn(3, 5, 80)[:, 2, :70],
+    "columns apart": lambda: torch.randn(70, 3).T,
+}
+"""Logits by what is special about them."""
+
+
+def slow_entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropies and the two largest probabilities, float64, token by token."""
+    entropies, tops = [], []
+    for row in logits.double().cpu().tolist():
+        largest = max(row)
+        weights = [math.exp(value - largest) for value in row]
+        total = math.fsum(weights)
+        probabilities = [weight / total for weight in weights]
+        entropies.append(-math.fsum(p * math.log(p) for p in probabilities if p > 0))
+        tops.append(sorted(probabilities)[-1:-3:-1])
+    return torch.tensor(entropies, dtype=torch.float64), torch.tensor(tops, dtype=torch.float64)
+
+
+NUCLEI = {
+    "few tokens": (lambda: torch.randn(3, 50), 7, 0.8),
+    "one of the best": (lambda: torch.randn(2, 50), 1, 0.5),
+    "more best than tokens": (lambda: torch.randn(2, 9), 9, 0.6),
+    "all of the best": (lambda: torch.randn(3, 5000), 20, 1.0),
+    "the first alone": (lambda: torch.randn(3, 5000), 20, 0.0),
+    "real numbers": (lambda: 3 * torch.randn(5, 9000), 20, 0.8),
+    "many of the best": (lambda: torch.randn(2, 9000), 600, 0.85),
+    "rounded to bfloat16": (lambda: (4 + torch.randn(6, 9000)).bfloat16().float(), 20, 0.77),
+    "coarse": (lambda: torch.randn(6, 9000).round(), 20, 0.77),
+    "a tie at the end of the best": (lambda: torch.zeros(2, 5000).index_fill_(1, torch.arange(3), 1.0), 5, 0.4),
+    "a tie in front of the end": (lambda: -torch.arange(5000.0).div(4).floor()[None].expand(2, -1) / 9, 18, 0.7),
+    "flat": (lambda: torch.zeros(2, 4097), 3, 0.3),
+    "flat but for the end": (lambda: torch.zeros(2, 8200).index_fill_(1, torch.arange(8190, 8200), 2.0), 10, 0.55),
+    "excluded tokens": (lambda: torch.randn(4, 1000).masked_fill(torch.rand(4, 1000) < 0.7, -math.inf), 20, 0.9),
+    "fewer left than the best": (
+        lambda: torch.full((2, 900), -math.inf).index_copy_(1, torch.arange(4), torch.randn(2, 4)),
+        20,
+        0.9,
+    ),
+    "one token is left": (lambda: torch.full((2, 90), -math.inf).index_fill_(1, torch.tensor([33]), 5.0), 8, 0.9),
+    "large and apart": (lambda: 1e4 * torch.randn(3, 300), 6, 0.9),
+    "rows out of wider ones": (lambda: torch.randn(3, 5, 80)[:, 2, :70], 11, 0.8),
+    "columns apart": (lambda: torch.randn(70, 3).T, 11, 0.8),
+}
+"""Scores, how many are best, and the probability that the nucleus has, by what is special about them."""
+
+
+def slow_nucleus(scores: Tensor, count: int, top_p: float) -> Tensor:
+    """What `nucleus` keeps, decided token by token in float64; of equal scores those of the smallest ids."""
+    kept = torch.full_like(scores, -math.inf)
+    for row, values in enumerate(scores.double().cpu().tolist()):
+        last = sorted(values)[-count]
+        best = sorted((-value, token) for token, value in enumerate(values) if value >= last and value > -math.inf)
+        weights = [math.exp(best[0][0] - negative) for negative, _ in best]
+        mass = math.fsum(weights)
+        before = 0.0
+        for place, ((_, token), weight) in enumerate(zip(best, weights, strict=True)):
+            if place == 0 or before < top_p * mass * (1 - 1e-12):
+                kept[row, token] = scores[row, token]
+            before += weight
+    return kept
+
+
+@dataclass(frozen=True)
+class ProductCase:
+    """Sizes of a launch: tokens, width, rows of each weight, and which of them has a bias."""
+
+    tokens: int
+    width: int
+    rows: tuple[int, ...]
+    biased: tuple[bool, ...] = (False, False, False)
+
+
+PRODUCT_CASES = {
+    "one token": ProductCase(1, 64, (48, 16, 16)),
+    "rows that are no multiple of a block": ProductCase(5, 64, (41, 7, 3), (True, False, True)),
+    "a width that is no multiple of a block": ProductCase(8, 112, (20, 36), (False, True)),
+    "an odd width": ProductCase(3, 77, (9, 33, 20), (False, True, False)),
+    "one weight": ProductCase(16, 128, (50,), (True,)),
+    "one weight without bias": ProductCase(2, 272, (16,)),
+    "more tokens than a tile has": ProductCase(17, 96, (32, 8, 24), (True, True, True)),
+    "as many tokens as it takes": ProductCase(64, 256, (16, 24), (True, False)),
+    "a short width": ProductCase(4, 16, (16, 16, 16)),
+}
+
+
+def make_products(
+    case: ProductCase, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """Draw x, which is a view into wider rows, weights, and biases."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device, dtype)
+
+    wide = draw(case.tokens, case.width + 16)
+    wide[:, case.width :] = float("nan")
+    weights = [draw(rows, case.width) / case.width**0.5 for rows in case.rows]
+    biases = [draw(rows) if biased else None for rows, biased in zip(case.rows, case.biased, strict=False)]
+    return wide[:, : case.width], weights, biases
