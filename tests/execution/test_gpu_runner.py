@@ -34,22 +34,22 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 NEW_TOKENS = 48
 
-EACH_ROUND = "transfers.py::wait"
+EACH_ROUND = "utils/transfers.py::wait"
 """Where the host learns how a round ended."""
 EACH_DRAFT_STEP = "drafting/stop_flag.py::nobody_drafts"
 """Where it learns whether rows draft on, when a policy decides that on the device."""
-AFTERWARDS = "timing.py::seconds_until"
+AFTERWARDS = "measurement/clock.py::seconds_until"
 """Reads marks in front of what the round has waited for: they have passed."""
 SETTING_UP = {
-    "generation.py::_scalar",
-    "loop.py::_begin",
-    "prefill.py::store_prompts",
-    "prefill.py::_record",
-    "loop.py::_start_policy",
+    "integration/generation.py::_scalar",
+    "decoding/loop.py::_begin",
+    "decoding/prefill.py::store_prompts",
+    "decoding/prefill.py::_record",
+    "decoding/loop.py::_start_policy",
     "policies/acceptance_model.py::__init__",
-    "refusals.py::_check_positions",
-    "sequences.py::__init__",
-    "sequences.py::text",
+    "integration/validation.py::_check_positions",
+    "decoding/sequences.py::__init__",
+    "decoding/sequences.py::text",
 }
 """Where a call may wait a few times, however long its text gets."""
 MOST_SETTING_UP = 16
