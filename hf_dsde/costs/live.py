@@ -84,7 +84,9 @@ class LiveCosts:
         learnt = self._costs
         widths = tuple(sorted({*after.verify.counts, *learnt.verify.counts}))
         seconds = tuple(after.verify.at(w) * learnt.verify.at(w) / before.verify.at(w) for w in widths)
-        draft_step = after.draft_step * learnt.draft_step / before.draft_step
+        draft_step = (
+            after.draft_step * learnt.draft_step / before.draft_step if before.draft_step else learnt.draft_step
+        )
         self._costs = replace(learnt, draft_step=draft_step, verify=CostCurve(widths, seconds))
         self._rows = rows
         self._announce()
@@ -124,11 +126,14 @@ class LiveCosts:
             return
         known = self._costs
         draft_step, resumption = known.draft_step, known.resumption
-        if draft_steps:
+        if draft_steps and not draft_step:
+            draft_step = draft / draft_steps
+        elif draft_steps:
             ratio = _bounded_ratio(draft / draft_steps, draft_step)
             if ratio < 1 or not resumed:
                 rate = FAR_CHEAPER_RATE if ratio < FAR_CHEAPER else OBSERVED_RATE
                 draft_step *= 1 + rate * (ratio - 1)
+        if draft_steps:
             self._drafted = self._rows, draft_step
         if draft_steps and resumed:
             besides = min(max(draft - draft_steps * draft_step, 0.0), MOST_BESIDES * known.verify.at(1))
@@ -149,7 +154,7 @@ class LiveCosts:
         pairs = [(then.draft_step, now.draft_step), *((then.verify.at(w), now.verify.at(w)) for w in widths)]
         besides = abs(now.overhead - then.overhead) + abs(now.resumption - then.resumption)
         return besides / now.verify.at(1) > VERSION_TOLERANCE or any(
-            abs(b / a - 1) > VERSION_TOLERANCE for a, b in pairs
+            abs(b - a) > VERSION_TOLERANCE * a for a, b in pairs
         )
 
     def _announce(self) -> None:

@@ -24,7 +24,8 @@ MEASURED_WIDTHS = (1, 2, 3, 5, 9, 13)
 """Columns per row at which the target's pass is timed; costs in between are interpolated."""
 
 Value = TypeVar("Value")
-PairMemory = WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, dict[Hashable, CostModel]]]
+PairMemory = WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[object, dict[Hashable, CostModel]]]
+"""By target, and by whatever the costs of drafts belong to."""
 
 
 class CostMemory:
@@ -35,13 +36,13 @@ class CostMemory:
         self._pairs: PairMemory = WeakKeyDictionary()
         self._models: WeakKeyDictionary[PreTrainedModel, dict[Hashable, CostCurve]] = WeakKeyDictionary()
 
-    def of_pair(self, target: PreTrainedModel, draft: PreTrainedModel, conditions: Hashable = None) -> CostModel | None:
+    def of_pair(self, target: PreTrainedModel, draft: object, conditions: Hashable = None) -> CostModel | None:
         """Costs of a pair under some conditions, by default those that were learnt last; None if there are none."""
         with self._lock:
             known = self._pairs.get(target, WeakKeyDictionary()).get(draft, {})
             return known.get(next(reversed(known), None) if conditions is None else conditions)
 
-    def learn(self, target: PreTrainedModel, draft: PreTrainedModel, conditions: Hashable, new: CostModel) -> CostModel:
+    def learn(self, target: PreTrainedModel, draft: object, conditions: Hashable, new: CostModel) -> CostModel:
         """Keep costs, and return them together with those of other batch sizes."""
         with self._lock:
             known = self._pairs.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
@@ -103,7 +104,7 @@ def live_costs(target: ModelRunner, drafter: Drafter, config: SpeculationConfig,
     if given is not None:
         return LiveCosts(given, target.rows, refresh=config.refresh_costs)
     memory = _memory.get()
-    known = memory.of_pair(target.model, drafter.model, _conditions(target, drafter))
+    known = memory.of_pair(target.model, drafter.cost_owner, _conditions(target, drafter))
     if known is None or target.rows not in known.batches:
         costs = measure_costs(target, drafter, config.max_draft_length, longest)
         known = remember_costs(target, drafter, CostModel({target.rows: costs}))
@@ -123,7 +124,7 @@ def remember_costs(target: ModelRunner, drafter: Drafter, new: CostModel) -> Cos
         drafter: What drafts for it.
         new: Measured or learnt with them.
     """
-    return _memory.get().learn(target.model, drafter.model, _conditions(target, drafter), new)
+    return _memory.get().learn(target.model, drafter.cost_owner, _conditions(target, drafter), new)
 
 
 def _conditions(target: ModelRunner, drafter: Drafter) -> Hashable:

@@ -81,6 +81,17 @@ class SequenceBatch:
         """Host copy of `lengths`, as of the last `synchronise`."""
         return [prompt + new for prompt, new in zip(self.prompt_lengths, self.generated_counts, strict=True)]
 
+    def host_text(self, row: int) -> list[int]:
+        """Prompt and generated tokens of a row, as of the last `synchronise`."""
+        end = self.prompt_width + self.generated_counts[row]
+        tokens: list[int] = self.host_tokens[row, self.prompt_width - self.prompt_lengths[row] : end].tolist()
+        return tokens
+
+    def row_tokens(self, row: int) -> Tensor:
+        """The same on the device, `[1, length]`, int64."""
+        end = self.prompt_width + self.generated_counts[row]
+        return self.tokens[row : row + 1, self.prompt_width - self.prompt_lengths[row] : end]
+
     @property
     def remaining(self) -> Tensor:
         """Tokens each row may still emit, `[rows]`, int64."""

@@ -9,11 +9,11 @@ Whatever a policy answers, the output is exact; a policy only decides how fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,20 +44,10 @@ class Signal(Enum):
     """What draft steps and verification passes cost, in `BatchInfo.costs`."""
 
 
-TensorFunction = Callable[..., tuple[Tensor, ...]]
-"""Takes tensors and returns a tuple of tensors."""
-
-
-class Recorder(Protocol):
-    """What `BatchInfo.record` is."""
-
-    def __call__(self, function: TensorFunction, key: Hashable = None) -> TensorFunction:
-        """Return a function that does what `function` does."""
-
-
-def as_it_is(function: TensorFunction, key: Hashable = None) -> TensorFunction:  # noqa: ARG001 - a `Recorder`
-    """Return `function`: what `BatchInfo.record` does where nothing is recorded."""
-    return function
+LOGIT_SIGNALS = frozenset({Signal.KLD, Signal.REVERSE_KLD})
+"""Signals that compare the two models' raw logits."""
+DRAFT_SIGNALS = LOGIT_SIGNALS | {Signal.ENTROPY, Signal.CONFIDENCE}
+"""Signals that come from the distributions which tokens are drafted from."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +61,7 @@ class BatchInfo:
         max_draft_length: The most tokens the loop lets any row draft in one round.
         max_new_tokens: The most tokens any row may emit in the whole call.
         costs: What passes cost, kept up to date by the loop. None unless `Signal.COSTS` is required.
-        record: Turns a function of tensors into one that does the same with few launches, where a GPU can; elsewhere
-            it returns the function. Using it is optional: it pays for a policy that does dozens of small operations. A
-            policy calls it in `start` and gives all that varies as tensors on `device`. The function
-
-            - takes tensors and returns a tuple of tensors,
-            - depends on its arguments alone, and on tensors and numbers that never change after `start`: what it
-              reads from the host, such as a round's number, stays what it was at its first call,
-            - writes to no argument, draws no random numbers and never waits for the device,
-            - is called with the same shapes and dtypes each time: others are right too, but slow.
-
-            A `key` names what the function computes, with all the numbers that it was made with and the shapes of its
-            arguments: functions with equal keys are taken for one, which later calls need not record again. It then is
-            kept, and with it the tensors that it reads, which nobody may write to. None records anew in each call.
+        provided: Those of `DRAFT_SIGNALS` that the drafter can give. One that gives none never asks `should_stop`.
     """
 
     rows: int
@@ -92,12 +70,7 @@ class BatchInfo:
     max_draft_length: int
     max_new_tokens: int
     costs: LiveCosts | None = None
-    record: Recorder = field(default=as_it_is)
-
-    @property
-    def records(self) -> bool:
-        """Whether `record` may record. Only then is it worth giving arguments a fixed shape."""
-        return self.record is not as_it_is
+    provided: frozenset[Signal] = DRAFT_SIGNALS
 
 
 def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,11 +61,6 @@ class _Arithmetic(NamedTuple):
     estimator: str
     first_tokens: Tensor
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What tells apart instances that compute something else."""
-        return ("goodput", *self[:-1])
-
     def next_state(
         self,
         drafted: Tensor,
@@ -222,10 +217,7 @@ class GoodputPolicy(StoppingPolicy):
             tokens=arithmetic.first_tokens,
             lengths=best.repeat(batch.rows),
         )
-        self._end_round = batch.record(arithmetic.next_state, key=(*arithmetic.key, batch.rows))
-        if batch.records:  # now, or the first round would look slow to whoever measures it
-            none = torch.zeros(batch.rows, dtype=torch.int64, device=batch.device)
-            self._end_round(none, none, none == 0, *self._prices, self._due[True], *self._state[:5])
+        self._arithmetic = arithmetic
 
     def draft_lengths(self) -> Tensor:
         """The same length for every row, shape `[rows]`, int64; in a probe 1 for a few and 0 for the others."""
@@ -237,7 +229,7 @@ class GoodputPolicy(StoppingPolicy):
         self._table.refresh()
         due = self._due[self._rounds % self.interval == 0]
         counts = (outcome.drafted, outcome.accepted, outcome.active)
-        self._state = _State(*self._end_round(*counts, *self._prices, due, *self._known[:5]))
+        self._state = self._arithmetic.next_state(*counts, *self._prices, due, *self._known[:5])
 
     @property
     def _prices(self) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """The arithmetic of `marginal_goodput`: what a further token is worth, and what a round teaches.
 
-Functions of tensors, which depend on nothing else that changes, so that each can be recorded. What is decided on the
-host, such as the position in a round, comes as a tensor too.
+Functions of tensors. What is decided on the host, such as the position in a round, comes as a tensor too.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hf_dsde.policies import acceptance_model as model
-from hf_dsde.policies.base import entropy_and_top
 from hf_dsde.policies.row_history import RowState
 
 ROW_PRIOR = 3.0
@@ -135,7 +133,7 @@ class Knowledge:
 
 
 class MarginalGain(NamedTuple):
-    """The functions that `MarginalGoodputPolicy` records.
+    """What `MarginalGoodputPolicy` computes.
 
     Attributes:
         form: Knowledge whose tensors are not looked at.
@@ -156,11 +154,6 @@ class MarginalGain(NamedTuple):
     row_memory: float
     exploration: Tensor
     put_aside: float
-
-    def step_from_logits(self, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """As `step`, from the draft's raw logits, shape `[rows, vocabulary]`, float32."""
-        entropy, top = entropy_and_top(logits)
-        return self.step(top, entropy, *others)
 
     def step(
         self,

@@ -24,6 +24,7 @@ from hf_dsde.decoding.loop import SpeculativeLoop
 from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.stopping import Stopping
+from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.integration import validation as refusals
 from hf_dsde.integration.loop_builder import build_loop
 from hf_dsde.measurement import provenance
@@ -181,7 +182,7 @@ def _generate(
     loop = build_loop(
         SpeculativeLoop,
         pair.target,
-        pair.draft,
+        ModelDrafter(pair.draft),
         sequences,
         capacity=capacity,
         policy=policy,

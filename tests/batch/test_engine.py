@@ -18,7 +18,6 @@ from tiny_text import tiny_tokenizer
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteriaList,
     WatermarkingConfig,
 )
@@ -31,6 +30,7 @@ from hf_dsde.batch.preparation import Preparation
 from hf_dsde.batch.refill_loop import FinishedText
 from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.results import END_TOKEN, LENGTH, STOP
+from hf_dsde.drafting import model as drafting_model
 from hf_dsde.integration import loop_builder
 from hf_dsde.integration.generation import Speculation
 
@@ -305,20 +305,15 @@ class Caches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Any] = []
-        make, draft = loop_builder.create_runner, loop_builder.ModelDrafter
+        make = loop_builder.create_runner
 
         def create_runner(*arguments: Any) -> Any:
             runner = make(*arguments)
             self.made.append((runner.model, runner.rows, runner.cache))
             return runner
 
-        def make_drafter(model: PreTrainedModel, sequences: Any, **arguments: Any) -> Any:
-            drafter = draft(model, sequences, **arguments)
-            self.made.append((model, sequences.rows, drafter.cache))
-            return drafter
-
-        monkeypatch.setattr(loop_builder, "create_runner", create_runner)
-        monkeypatch.setattr(loop_builder, "ModelDrafter", make_drafter)
+        for module in (loop_builder, drafting_model):
+            monkeypatch.setattr(module, "create_runner", create_runner)
 
     def bytes(self) -> list[int]:
         """Bytes of each pair of caches, by their tensors."""

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 import hf_dsde
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.decoding.drafter import CandidateBatch
+from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.run_ahead import RunAhead
+from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.decoding.target_pass import PassResult
-from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
 
 pytestmark = [

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 import hf_dsde
 from hf_dsde.decoding import verification
-from hf_dsde.decoding.drafter import CandidateBatch
+from hf_dsde.decoding.candidates import CandidateBatch, Sampled
 from hf_dsde.decoding.processing.block_text import BlockText
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.policies import (
@@ -220,12 +220,12 @@ Propose = Callable[..., CandidateBatch]
 
 
 def mutate_drafter(monkeypatch: pytest.MonkeyPatch, change: Callable[[CandidateBatch], CandidateBatch]) -> None:
-    original: Propose = ModelDrafter.propose
+    original: Propose = ModelDrafter.get_candidates
 
-    def propose(self: ModelDrafter, *arguments: Any) -> CandidateBatch:
+    def get_candidates(self: ModelDrafter, *arguments: Any) -> CandidateBatch:
         return change(original(self, *arguments))
 
-    monkeypatch.setattr(ModelDrafter, "propose", propose)
+    monkeypatch.setattr(ModelDrafter, "get_candidates", get_candidates)
 
 
 class StopAfterUnsure(StoppingPolicy):
@@ -249,8 +249,8 @@ def drop_an_unsure_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exclusive stop: the token that made the policy stop is not submitted."""
 
     def change(candidates: CandidateBatch) -> CandidateBatch:
-        assert candidates.probs is not None
-        q = candidates.probs.gather(2, candidates.tokens[:, :, None])[:, :, 0]
+        assert isinstance(candidates.law, Sampled)
+        q = candidates.law.probs.gather(2, candidates.tokens[:, :, None])[:, :, 0]
         last = q.gather(1, (candidates.lengths - 1).clamp_min(0)[:, None])[:, 0]
         dropped = (candidates.lengths > 0) & (last < StopAfterUnsure.threshold)
         return replace(candidates, lengths=candidates.lengths - dropped.long())
@@ -263,7 +263,7 @@ def verify_against_raw_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> N
 
     def change(candidates: CandidateBatch) -> CandidateBatch:
         assert candidates.logits is not None
-        return replace(candidates, probs=candidates.logits.softmax(dim=-1))
+        return replace(candidates, law=Sampled(candidates.logits.softmax(dim=-1)))
 
     mutate_drafter(monkeypatch, change)
 

@@ -173,13 +173,13 @@ def test_a_drifting_draft_cache_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     """The check above fails when the draft believes to have stored the last draft token, which it never fed."""
     from hf_dsde.drafting.model import ModelDrafter
 
-    def drifting(drafter: Any, drafted: list[int], accepted: list[int]) -> None:
+    def drifting(drafter: Any, sequences: Any, scores: Any, accepted: list[int], drafted: list[int]) -> None:
         for row, length in enumerate(drafter._caught_up):
             if length is not None:
                 drafter._cached[row] = length + accepted[row]
         drafter._caught_up = []
 
-    monkeypatch.setattr(ModelDrafter, "observe", drifting)
+    monkeypatch.setattr(ModelDrafter, "update_candidate_strategy", drifting)
     with pytest.raises(AssertionError):
         test_caches_hold_the_text_after_every_round("llama", "full", False, monkeypatch)
     target, _ = pair()

@@ -17,13 +17,9 @@ from waits import RecordsRows, noted_waits
 
 import hf_dsde
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.packing import packed_bucket
-from hf_dsde.execution.recorded_function import FunctionRecorder
-from hf_dsde.policies import BatchInfo, DraftStep, MarginalGoodputPolicy, RoundOutcome
-from hf_dsde.policies.base import as_it_is
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +32,7 @@ NEW_TOKENS = 48
 
 EACH_ROUND = "utils/transfers.py::wait"
 """Where the host learns how a round ended."""
-EACH_DRAFT_STEP = "drafting/stop_flag.py::nobody_drafts"
+EACH_DRAFT_STEP = "decoding/stop_flag.py::nobody_drafts"
 """Where it learns whether rows draft on, when a policy decides that on the device."""
 AFTERWARDS = "measurement/clock.py::seconds_until"
 """Reads marks in front of what the round has waited for: they have passed."""
@@ -45,7 +41,7 @@ SETTING_UP = {
     "decoding/loop.py::_begin",
     "decoding/prefill.py::store_prompts",
     "decoding/prefill.py::_record",
-    "decoding/loop.py::_start_policy",
+    "decoding/lengths.py::start",
     "policies/acceptance_model.py::__init__",
     "integration/validation.py::_check_positions",
     "decoding/sequences.py::__init__",
@@ -230,51 +226,6 @@ def test_only_policies_that_stop_inside_a_round_wait_inside_it(monkeypatch: pyte
         with noted_waits(monkeypatch) as waits:
             call(policy, False, ends)
         assert (waits[EACH_DRAFT_STEP] > 0) == stops
-
-
-@torch.no_grad()
-def test_a_recorded_policy_decides_as_it_does_unrecorded() -> None:
-    """Random rounds of `marginal_goodput`, up to the first decision so close that rounding makes it."""
-    rows, vocabulary, limit = 4, 1000, 8
-    policies = [MarginalGoodputPolicy(warmup_tokens=4) for _ in range(2)]
-    model = CostModel.relative(0.1, [1 + 0.0301 * k for k in range(limit + 1)], rows)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RunnerWarning)  # it would not be recorded
-        for policy, record in zip(policies, (as_it_is, FunctionRecorder(CUDA)), strict=True):
-            costs = LiveCosts(model, rows, refresh=False)
-            policy.start(BatchInfo(rows, CUDA, vocabulary, limit, 1000, costs, record))
-        plain, recorded = policies
-        torch.manual_seed(3)
-        zeros = torch.zeros(rows, dtype=torch.int64, device=CUDA)
-        rounds = 0
-        for rounds in range(60):
-            lengths = plain.draft_lengths()
-            same = torch.equal(lengths, recorded.draft_lengths())
-            drafting, drafted, labels = lengths > 0, zeros, []
-            while same and bool(drafting.any()):
-                logits = torch.randn(rows, vocabulary, device=CUDA) * (1 + 6 * torch.rand(rows, 1, device=CUDA))
-                step = (len(labels), zeros, logits, logits, drafting)
-                stops, others = (policy.should_stop(DraftStep(*step)) for policy in policies)
-                same = torch.equal(stops, others)
-                labels.append(logits.softmax(-1).amax(-1) * (0.97 if rounds < 30 else 0.1))
-                drafted, drafting = drafted + drafting, drafting & ~stops
-            if not same:
-                break
-            acceptance = torch.stack(labels, 1) if labels else torch.zeros(rows, 0, device=CUDA)
-            accepted = (torch.rand_like(acceptance) < acceptance).long().cumprod(1).sum(1)
-            outcome = RoundOutcome(
-                drafted,
-                torch.minimum(accepted, drafted),
-                zeros == 0,
-                acceptance=acceptance,
-                next_entropy=3 * torch.rand(rows, device=CUDA),
-                next_probability=torch.rand(rows, device=CUDA),
-            )
-            for policy in policies:
-                policy.observe(outcome)
-            for mine, other in zip(plain._known.tensors(), recorded._known.tensors(), strict=True):
-                torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
-    assert rounds > 15
 
 
 @torch.no_grad()
