@@ -37,6 +37,7 @@ class DraftLengths:
         config: SpeculationConfig,
     ) -> None:
         self.policy = TimedPolicy(policy)
+        self._name = policy.name
         self._drafter = drafter
         self._sequences = sequences
         self._vocabulary_size = vocabulary_size
@@ -63,7 +64,7 @@ class DraftLengths:
         missing = sorted(signal.value for signal in self.policy.requires & DRAFT_SIGNALS - provided)
         if missing or (self.policy.stops_inside_round and not provided):
             msg = (
-                f"speculation_policy={self.policy.name!r} looks at the distributions that tokens are drafted from "
+                f"speculation_policy={self._name!r} looks at the distributions that tokens are drafted from "
                 f"({', '.join(missing) or 'after each token'}), and {type(self._drafter).__name__} has none. Use "
                 "'static', 'goodput' or 'auto', or a draft model."
             )

@@ -110,7 +110,9 @@ def sample_and_match(target_probs: Tensor, draft_tokens: Tensor, lengths: Tensor
         draft_tokens: As in `speculative_sampling`.
         lengths: As in `speculative_sampling`.
     """
-    drawn = draw(target_probs.flatten(0, 1)).view(target_probs.shape[:2])
+    unused = torch.arange(target_probs.shape[1], device=lengths.device) > lengths[:, None]  # of a shorter draft
+    weights = target_probs.masked_fill(unused[:, :, None], 1.0)
+    drawn = draw(weights.flatten(0, 1)).view(unused.shape)
     return greedy(drawn, draft_tokens, lengths)
 
 

@@ -69,8 +69,9 @@ def drafter_for(
 
 def _warn_of_translation(different: Sequence[vocabularies.Difference]) -> None:
     warnings.warn(
-        f"assistant_tokenizer: {len(different)} token ids differ from the target's ({vocabularies.examples(different)}), "
-        "so drafts are translated through their text, row by row. A draft of the target's tokenizer is much faster.",
+        f"assistant_tokenizer: {len(different)} token ids differ from the target's "
+        f"({vocabularies.examples(different)}), so drafts are translated through their text, row by row. "
+        "A draft of the target's tokenizer is much faster.",
         SpeculationWarning,
         stacklevel=2,
     )
@@ -100,6 +101,18 @@ def _lookup(
     )
 
 
+class _Translating(AssistedCandidateGeneratorDifferentTokenizers):
+    """Universal assisted generation, also where a text means nothing to the draft yet."""
+
+    def get_candidates(self, input_ids: LongTensor, **kwargs: Any) -> tuple[LongTensor, Tensor | None]:  # type: ignore[override] # as it is
+        """Propose nothing as long as the draft would be shown nothing, such as for a prompt of special tokens alone."""
+        if self.prev_assistant_ids is None:
+            text = self.target_tokenizer.decode(input_ids[0], skip_special_tokens=True)
+            if not self.assistant_tokenizer(text)["input_ids"]:
+                return input_ids, None
+        return super().get_candidates(input_ids, **kwargs)
+
+
 def _translating(
     draft: PreTrainedModel,
     generation_config: GenerationConfig,
@@ -113,7 +126,7 @@ def _translating(
     """
     greedy = copy.deepcopy(generation_config)
     greedy.do_sample = False
-    return AssistedCandidateGeneratorDifferentTokenizers(
+    return _Translating(
         input_ids=cast("LongTensor", text),
         assistant_model=draft,
         target_tokenizer=tokenizer,

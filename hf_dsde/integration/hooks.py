@@ -79,6 +79,7 @@ def _assisted_decoding(
     speculation = getattr(generation_config, _SPECULATION, None)
     if speculation is None:
         return parent(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+    delattr(generation_config, _SPECULATION)  # a drafter may call `generate` with a copy of this config
     kwargs.pop("inputs_tensor", None)  # which only the stock decoding method needs
     return generate_speculatively(
         model, input_ids, logits_processor, stopping_criteria, generation_config, speculation, **kwargs

@@ -16,7 +16,7 @@ from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.decoding.candidates import CandidateBatch
+from hf_dsde.decoding.candidates import CandidateBatch, Sampled
 from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.drafting import model as drafting
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
@@ -166,9 +166,10 @@ class TestCalls:
         for candidates in proposals:
             assert candidates.width == int(candidates.lengths.max())
             assert candidates.steps == candidates.width
-            for stacked in (candidates.probs, candidates.logits, candidates.entropy, candidates.confidence):
+            probs = candidates.law.probs if isinstance(candidates.law, Sampled) else None
+            for stacked in (probs, candidates.logits, candidates.entropy, candidates.confidence):
                 assert stacked is None or stacked.shape[1] == candidates.width
-            assert (candidates.probs is not None) == do_sample
+            assert (probs is not None) == do_sample
 
 
 @pytest.mark.parametrize("stop_behind", [[1] * 6, [5] * 6, [6] * 6, [5, 1, 1, 5, 2, 3], [4] * 6], ids=str)
