@@ -14,14 +14,15 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from string import Template
 
-from hf_dsde.bench.results import Spread
 from reporting import rounds, speed, study
 from reporting.files import PLAIN, Results
-from reporting.markdown import code, listed, middle, ratio, wrapped
+from reporting.markdown import code, listed, middle, ratio, reflowed
+
+from hf_dsde.bench.results import Spread
 
 REPOSITORY = Path(__file__).parent.parent
 TEXTS = Path(__file__).parent / "reporting"
@@ -33,29 +34,18 @@ Filler = Callable[[Results], str]
 
 TABLES: dict[str, Filler] = {
     "speeds": speed.speeds,
-    "fixed_lengths": speed.fixed_lengths,
-    "beside_vllm": speed.beside_vllm,
-    "over_generate": speed.over_generate,
+    "best_lengths": speed.best_lengths,
+    "beside_others": speed.beside_others,
     "peers": speed.peers,
     "policies": speed.policies,
     "other_drafts": rounds.other_drafts,
     "stages": rounds.stages,
     "overhead": rounds.overhead,
-    "prompts": rounds.prompts,
     "processors": rounds.processors,
     "packed": rounds.packed,
     "jobs": rounds.jobs,
 }
-"""Tables of docs/performance.md; the files of each are named below it."""
-
-
-def captioned(make: Filler, results: Results) -> str:
-    """A table and the files that it was made of."""
-    reader = Results(results.folder)
-    made = make(reader)
-    results.used |= reader.used
-    names = ", ".join(code(name.removesuffix(".json")) for name in sorted(reader.used))
-    return f"{made}\n\n{wrapped(f'From {names}.')}"
+"""Tables of docs/performance.md, and long lists of numbers."""
 
 
 def devices(results: Results) -> str:
@@ -82,13 +72,21 @@ def peer_tokens(results: Results) -> str:
 
 def files_text(results: Results) -> str:
     """Versions, cards, and what files do not say themselves."""
-    stated = {name: results.provenances(name) for name in sorted(results.used)}
+    stated = {
+        name: results.provenances(name) for name in sorted(results.used) if results.path(name).parent.name == "gpu"
+    }
     versions = {
-        tuple(f"{key} {one['versions'][key]}" for key in ("python", "torch", "transformers", "triton") if one["versions"].get(key))
+        tuple(
+            f"{key} {one['versions'][key]}"
+            for key in ("python", "torch", "transformers", "triton")
+            if one["versions"].get(key)
+        )
         for found in stated.values()
         for one in found
     }
-    copies = [one["copy_bytes_per_second"] for found in stated.values() for one in found if one.get("copy_bytes_per_second")]
+    copies = [
+        one["copy_bytes_per_second"] for found in stated.values() for one in found if one.get("copy_bytes_per_second")
+    ]
     stale: dict[str, list[str]] = {}
     for name in stated:
         old = results.stale(name)
@@ -100,12 +98,12 @@ def files_text(results: Results) -> str:
         text.append(f"A copy on the device ran at {low:.2f} to {high:.2f} TB/s when the files were made.")
     text.append("Each file has its command, time and provenance.")
     if stale:
-        named = "; ".join(f"{old} where {listed(sorted(set(new)))} was measured" for old, new in sorted(stale.items()))
-        text.append(f"Code was not always committed when it was measured: provenances name {named}. The file's name counts.")
+        named = "; ".join(f"{old} for {listed(sorted(set(new)))}" for old, new in sorted(stale.items()))
+        text.append(f"Some code was committed after it was measured: provenances name {named}; the file's name counts.")
     silent = [code(name) for name, found in stated.items() if not found]
     if silent:
-        text.append(f"Without a provenance, so that commit, card and time are not in them: {listed(silent)}.")
-    return wrapped(" ".join(text))
+        text.append(f"Without a provenance are {listed(silent)}.")
+    return " ".join(text)
 
 
 def fill(template: str, holes: Mapping[str, Filler], results: Results) -> str:
@@ -113,17 +111,17 @@ def fill(template: str, holes: Mapping[str, Filler], results: Results) -> str:
     wanted = [name for name in Template(template).get_identifiers() if name not in ("devices", "files_text")]
     values = {name: holes[name](results) for name in wanted}
     values |= {"devices": devices(results), "files_text": files_text(results)}
-    return Template(template).substitute(values)
-
-
-def constant(values: Callable[[Results], Mapping[str, str]], name: str) -> Filler:
-    """A hole that is one of several values of a function."""
-    return lambda results: values(results)[name]
+    return reflowed(Template(template).substitute(values))
 
 
 def several(values: Callable[[Results], Mapping[str, str]], *names: str) -> dict[str, Filler]:
     """Holes that one function fills together."""
-    return {name: constant(values, name) for name in names}
+    found = cache(values)
+
+    def one(results: Results, name: str) -> str:
+        return found(results)[name]
+
+    return {name: partial(one, name=name) for name in names}
 
 
 def common_holes() -> dict[str, Filler]:
@@ -137,22 +135,29 @@ def common_holes() -> dict[str, Filler]:
 
 def performance(results: Results) -> str:
     """docs/performance.md."""
-    batch = lambda key: lambda found: str(found.raw(speed.GENERATE_BATCH)["settings"][key])  # noqa: E731
+
+    def batch(found: Results, key: str) -> str:
+        return str(found.raw(speed.GENERATE_BATCH)["settings"][key]).replace("_", " ")
+
     holes: dict[str, Filler] = {
-        **{name: partial(captioned, make) for name, make in TABLES.items()},
+        **TABLES,
         **common_holes(),
-        **several(rounds.two_devices, "two_rows", "two_one", "two_two", "two_ratio", "two_repeats"),
+        **several(rounds.two_devices, "two_rows", "two_ratio", "two_repeats"),
         **several(rounds.import_seconds, "import_base", "import_ours"),
-        "two_commit": lambda found: str(found.commit(rounds.TWO_DEVICES)),
         "peer_tokens": peer_tokens,
-        "batch_transformers": batch("transformers"),
-        "batch_attention": lambda found: batch("attention")(found).replace("_", " "),
+        "batch_transformers": partial(batch, key="transformers"),
+        "batch_attention": partial(batch, key="attention"),
         "vllm_plain": speed.vllm_plain_span,
+        "length_rows": lambda _: listed(list(map(str, speed.LARGE_ROWS))),
+        "overhead_rows": lambda _: listed(list(map(str, rounds.OVERHEAD_ROWS))),
+        "tried_lengths": speed.tried_lengths,
+        "served_spread": speed.served_spread,
         "generate_spread": speed.generate_spread,
         "prompt_bound": rounds.prompt_bound,
         "prompt_bound_tokens": rounds.prompt_bound_tokens,
         "processor_tokens": partial(rounds.processor_settings, key="new_tokens"),
         "processor_repeats": partial(rounds.processor_settings, key="repeats"),
+        "processor_spread": rounds.processor_spread,
         "vllm_job": speed.vllm_job,
         "drafting_begins": rounds.drafting_begins,
     }
@@ -164,16 +169,16 @@ def performance(results: Results) -> str:
 def policies_part(results: Results) -> str:
     """The study in docs/policies.md."""
     template = Template((TEXTS / "study.md").read_text(encoding="utf-8"))
-    numbers = study.numbers(results)
     share = rounds.draft_step_share
     holes: dict[str, Filler] = {
-        **{name: partial(lambda found, value: value, value=value) for name, value in numbers.items()},
+        **several(study.numbers, *study.numbers(results)),
         "comparison_0": partial(study.comparison, temperature=0),
         "comparison_1": partial(study.comparison, temperature=1),
         "packed": study.packed,
         "short_calls": study.short_calls,
         "drift": study.drift,
         "overhead": study.overhead,
+        "sources": study.sources,
         "small_share": partial(share, names=speed.BY_WORKLOAD, cell=speed.mix(speed.SMALL, 1)),
         "large_share": partial(share, names=speed.BY_WORKLOAD, cell=speed.mix(speed.LARGE, 1)),
     }

@@ -140,10 +140,11 @@ class Results:
         return "/".join(sorted(stated)) or None
 
     def stale(self, name: str) -> str | None:
-        """The commit of a file's provenance if it is not the one that was measured."""
+        """The commit of a file's provenance if the file's name says that it is not the one that was measured."""
         stated = {str(one["commit"]) for one in self.provenances(name) if one.get("commit")}
         short = {commit[:7] + ("+" if commit.endswith("+") else "") for commit in stated}
-        return None if not short or short == {self.commit(name)} else "/".join(sorted(short))
+        named = COMMIT_IN_NAME.search(name)
+        return None if named is None or not short or short == {named[1]} else "/".join(sorted(short))
 
     def _read_uncached(self, name: str) -> Any:
         return json.loads(self.path(name).read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -17,9 +18,24 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def wrapped(text: str) -> str:
-    """A paragraph, in lines of the documents' width."""
-    return textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+def reflowed(text: str) -> str:
+    """A document whose paragraphs and list items have the documents' width; all else is left as it is."""
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if part.startswith("```") else _reflowed(part) for part in parts)
+
+
+def _reflowed(text: str) -> str:
+    return "".join(_block(block) for block in re.split(r"(\n{2,}|\n(?=- ))", text))
+
+
+def _block(block: str) -> str:
+    if not block.strip() or block.lstrip()[0] in "|#<":
+        return block
+    indent = "  " if block.startswith("- ") else ""
+    lines = textwrap.fill(
+        " ".join(block.split()), WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return lines + ("\n" if block.endswith("\n") else "")
 
 
 def code(text: str) -> str:
@@ -32,10 +48,11 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def rate(value: float | None) -> str:
-    """Tokens per second."""
+def rate(value: Spread | float | None) -> str:
+    """Tokens per second, in the median of a spread."""
     if value is None:
         return ""
+    value = value.median if isinstance(value, Spread) else value
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
@@ -55,11 +72,11 @@ def ratio(value: Spread | float | None) -> str:
 
 
 def ratio_spread(spread: Spread | None) -> str:
-    """A ratio with the extremes, where there is more than one value."""
+    """A ratio with the extremes, where they differ."""
     if spread is None:
         return ""
-    extremes = f"{spread.smallest:.2f}..{spread.largest:.2f}"
-    return ratio(spread) if spread.smallest == spread.largest else f"{ratio(spread)} [{extremes}]"
+    low, high = ratio(spread.smallest), ratio(spread.largest)
+    return low if low == high else f"{ratio(spread)} [{low}..{high}]"
 
 
 def span(values: Iterable[float], form: str = ".2f") -> str:

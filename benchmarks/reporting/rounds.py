@@ -7,10 +7,11 @@ from typing import Any
 
 from hf_dsde.bench.results import CaseResult, Cell
 from reporting.files import PLAIN, Results
-from reporting.markdown import code, middle, rate, rate_spread, ratio, ratio_spread, span, table
-from reporting.speed import SMALL, VLLM_JOB, newest, short
+from reporting.markdown import code, listed, middle, rate, rate_spread, ratio, ratio_spread, table
+from reporting.speed import SMALL, SOURCE, VLLM_JOB, newest
 
 ROUND_OVERHEAD = "round_overhead_8B_0edc2f8.json"
+OVERHEAD_ROWS = (1, 8)
 PREFILL = "prefill_8B_d34fb29.json"
 PROCESSORS = ("processor_rounds_sampled_8B_55993aa.json", "processor_rounds_8B_ddf9b78.json")
 LARGE_JOBS = {
@@ -24,62 +25,58 @@ IMPORT = "import_time.json"
 
 
 def stages(results: Results) -> str:
-    """What a round takes, by stage, and the prompts' share of a call."""
+    """What a round takes, by stage, without drafts / with `goodput`; and how fast prompts are read, by themselves."""
 
-    def row(case: CaseResult, commit: str | None) -> list[str]:
-        told = case.statistics
-        share = case.prefill_share
+    def cells(case: CaseResult) -> list[str]:
+        told, share = case.statistics, case.prefill_share
         assert told is not None
         seconds, rounds = told["seconds"], told["rounds"]
         parts = (f"{1e3 * seconds[part] / rounds:.2f}" for part in ("draft", "verify", "bookkeeping", "idle"))
         accepted = "" if told["acceptance_rate"] is None else f"{told['acceptance_rate']:.2f}"
         counts = [f"{told['tokens_per_round']:.2f}", f"{told['mean_draft_steps']:.2f}", accepted]
-        prompts = "" if share is None else f"{100 * share.median:.0f} %"
-        return [str(case.batch), code(case.method), *counts, *parts, prompts, str(commit)]
+        return [*counts, *parts, "" if share is None else f"{100 * share.median:.0f} %"]
 
     rows = []
     for count in (1, 8, 32, 64, 256):
         one = newest(results, count)
-        cases = [one.case(method) for method in (PLAIN, "static:2", "goodput")]
-        rows += [row(case, results.commit(one.file)) for case in cases if case is not None]
-    header = ["rows", "method", "tokens", "draft steps", "accepted", "drafting, ms", "target, ms", "bookkeeping, ms"]
-    return table([*header, "outside, ms", "prompts, of the call", "commit"], rows)
+        cases = [cells(case) for case in (one.case(PLAIN), one.case("goodput")) if case is not None]
+        merged = [" / ".join(filter(None, pair)) for pair in zip(*cases, strict=True)]
+        rows.append([str(count), *merged, str(results.commit(one.file)), *_prompts(results, count)])
+    header = ["rows", "tokens", "draft steps", "accepted", "drafting, ms", "target, ms", "bookkeeping, ms"]
+    header += ["outside, ms", "prompts, of the call", "commit"]
+    return table([*header, "prompts: tokens", "target, ms", "tokens/s", "of the bound", "draft, ms"], rows)
+
+
+def _prompts(results: Results, count: int) -> list[str]:
+    models = results.raw(PREFILL)["models"]
+    target, draft = (models[name]["rows"][str(count)] for name in ("target", "draft"))
+    seconds = middle(target["seconds"])
+    speed = target["tokens"] / seconds.median
+    milliseconds = f"{1e3 * seconds.median:.1f} [{1e3 * seconds.smallest:.1f}..{1e3 * seconds.largest:.1f}]"
+    share = ratio(speed / _prompt_bound(results))
+    return [rate(target["tokens"]), milliseconds, rate(speed), share, f"{1e3 * median(draft['seconds']):.1f}"]
+
+
+def _prompt_bound(results: Results) -> float:
+    target = results.raw(PREFILL)["models"]["target"]
+    return float(target["bound_tokens"] / median(target["bound_seconds"]))
 
 
 def overhead(results: Results) -> str:
-    """Rounds over the recorded passes that are replayed in them."""
+    """Rounds over the recorded passes that are replayed in them, of one row and of eight."""
     found = results.raw(ROUND_OVERHEAD)["milliseconds"]
-    names = list(dict.fromkeys(key.split(", ")[0] for key in found))
+    names = sorted({key.split(", ")[0] for key in found})
 
-    def cells(name: str, rows: int) -> list[str]:
-        one = found[f"{name}, {rows} rows"]
-        spread = middle(call["ratio"] for call in one["calls"])
-        return [f"{one['round']:.2f}", f"{one['replays']:.2f}", ratio_spread(spread)]
+    def ratios(name: str) -> str:
+        calls = [[call["ratio"] for call in found[f"{name}, {rows} rows"]["calls"]] for rows in OVERHEAD_ROWS]
+        return " and ".join(ratio_spread(middle(one)) for one in calls)
 
-    rows = [[code(name), *cells(name, 1), *cells(name, 8)] for name in names]
-    parts = ["replays, ms", "ratio"]
-    return table(["policy", "1 row: round, ms", *parts, "8 rows: round, ms", *parts], rows)
-
-
-def prompts(results: Results) -> str:
-    """How fast prompts are read, against the model's own body over one large pass."""
-    models = results.raw(PREFILL)["models"]
-    target, draft = models["target"], models["draft"]
-    bound = target["bound_tokens"] / median(target["bound_seconds"])
-    rows = []
-    for count, found in target["rows"].items():
-        seconds = middle(found["seconds"])
-        speed = found["tokens"] / seconds.median
-        milliseconds = f"{1e3 * seconds.median:.1f} [{1e3 * seconds.smallest:.1f}..{1e3 * seconds.largest:.1f}]"
-        own_draft = 1e3 * median(draft["rows"][count]["seconds"])
-        rows.append([count, rate(found["tokens"]), milliseconds, rate(speed), f"{speed / bound:.2f}", f"{own_draft:.1f}"])
-    return table(["rows", "tokens", "target, ms", "tokens/s", "of the bound", "draft, ms"], rows)
+    return ", ".join(f"{code(name)} {ratios(name)}" for name in names)
 
 
 def prompt_bound(results: Results) -> str:
     """Tokens per second of the model's own body over the pass that is the bound."""
-    target = results.raw(PREFILL)["models"]["target"]
-    return rate(target["bound_tokens"] / median(target["bound_seconds"]))
+    return rate(_prompt_bound(results))
 
 
 def prompt_bound_tokens(results: Results) -> str:
@@ -93,20 +90,30 @@ def processors(results: Results) -> str:
         "repetition_penalty 1.1": "`repetition_penalty=1.1`",
         "no_repeat_ngram_size 3": "`no_repeat_ngram_size=3`",
         "min_new_tokens": "`min_new_tokens`",
-        "the same with penalty 1.1": "temperature 0.7, top-p 0.8, top-k 20, penalty 1.1",
+        "the same with penalty 1.1": "T 0.7, top-p 0.8, top-k 20, penalty 1.1",
         "stop strings": "stop strings",
     }
     rows = []
     for name, shown in names.items():
-        file = next(file for file in PROCESSORS if f"{name}, 8 rows" in results.raw(file)["results"])
-        cells = []
+        line, commits = [shown], []
         for count in (8, 32):
-            found = results.raw(file)["results"].get(f"{name}, {count} rows")
-            keys = ("round_over_greedy", "plain_round_over_greedy", "speedup", "greedy_speedup")
-            cells += ["" if found is None else ratio(found[key]) for key in keys]
-        rows.append([shown, *cells, str(results.commit(file))])
+            key = f"{name}, {count} rows"
+            file = next(file for file in PROCESSORS if key in results.raw(file)["results"])
+            found = results.raw(file)["results"][key]
+            columns = ("round_over_greedy", "plain_round_over_greedy", "speedup", "greedy_speedup")
+            line += [ratio(found[column]) for column in columns]
+            commits.append(str(results.commit(file)))
+        rows.append([*line, ", ".join(dict.fromkeys(commits))])
     parts = ["none", "`goodput`", "greedily"]
     return table(["setting", "8 rows: two drafts", *parts, "32 rows: two drafts", *parts, "commit"], rows)
+
+
+def processor_spread(results: Results) -> str:
+    """The widest spread of a setting's rounds of two drafts or none, largest over smallest."""
+    settings = [one for file in PROCESSORS for one in results.raw(file)["results"].values()]
+    turns = [one["turns"][name] for one in settings for name in ("static:2", PLAIN)]
+    seconds = [middle(turn["round_seconds"] for turn in found) for found in turns]
+    return ratio(max(one.largest / one.smallest for one in seconds))
 
 
 def processor_settings(results: Results, key: str) -> str:
@@ -126,9 +133,9 @@ def jobs(results: Results) -> str:
         other = median(results.raw(VLLM_JOB)["job"]["tokens_per_second"]) if file in LARGE_JOBS.values() else None
         over = "" if other is None else ratio(speeds["refill"].median / other)
         one = [str(size), code(policy), *map(rate_spread, speeds.values()), ratio(found["ratios"]["refill"]), over]
-        rows.append([*one, f"{results.commit(file)}, {len(found['speeds']['refill'])}"])
+        rows.append([*one, f"{code(file.removesuffix('.json'))}, {len(found['speeds']['refill'])}"])
     header = ["rows at once", "policy", "refilled, tokens/s", "batch by batch", "through `map`"]
-    return table([*header, "refilled over batch by batch", "refilled over vLLM", "commit, repeats"], rows)
+    return table([*header, "refilled over batch by batch", "refilled over vLLM", SOURCE], rows)
 
 
 def job_size(results: Results) -> dict[str, str]:
@@ -146,9 +153,9 @@ def job_size(results: Results) -> dict[str, str]:
 
 
 def drafting_begins(results: Results) -> str:
-    """The most rows with which the policy of the large job drafts."""
+    """The most rows of the large job of which at least half draft; before, there are probes."""
     rounds = results.raw(LARGE_JOBS["goodput"])["rounds"]
-    return str(int(max(one["active"] for one in rounds if one["drafted_by_row"] > 0)))
+    return str(int(max(one["active"] for one in rounds if one["drafted_by_row"] > 0.5)))
 
 
 def two_devices(results: Results) -> dict[str, str]:
@@ -157,53 +164,42 @@ def two_devices(results: Results) -> dict[str, str]:
     one, two = (found["tokens_per_second"][count] for count in ("1", "2"))
     return {
         "two_rows": f"{int(found['options']['--rows']):,}",
-        "two_one": rate(one),
-        "two_two": rate(two),
         "two_ratio": ratio(two / one),
         "two_repeats": found["options"]["--repeats"],
     }
 
 
 def other_drafts(results: Results) -> str:
-    """Sampling, and drafts of which little is accepted, over decoding without drafts."""
-    shown = ("static:1", "static:2", "static:3", "goodput", "auto", "dsde+fill")
+    """Sampling, and drafts of which little is accepted: the policies that choose over decoding without drafts."""
     cells = [
         Cell(SMALL, "mix", 8, 1.0),
         Cell("8B/deep-1B-bad", "mix", 32, 1.0),
         Cell("8B/1B-weak", "mix", 8, 0.0),
         Cell("8B/shallow-weak", "mix", 8, 0.0),
     ]
-    rows = []
+    texts = []
     for cell in cells:
         one = results.measured(OTHER_DRAFTS, cell, PLAIN)
         assert one is not None
-        ratios = [ratio_spread(one.over(method, PLAIN)) for method in shown]
-        where = [code(cell.pair), str(cell.batch), f"{cell.temperature:.0f}"]
-        rows.append([*where, *ratios, f"{results.commit(one.file)}, {one.repeats()}"])
-    return table(["pair", "rows", "temperature", *map(code, shown), "commit, repeats"], rows)
+        best = one.best_length()
+        fixed = "" if best in (None, PLAIN) else f", {code(str(best))} {ratio_spread(one.over(best, PLAIN))}"
+        over = ratio_spread(one.over("goodput", PLAIN))
+        where = f"{code(cell.pair)} ({cell.batch} rows, T = {cell.temperature:.0f}, {results.commit(one.file)})"
+        texts.append(f"{where} `goodput` {over}{fixed}")
+    return "; ".join(texts)
 
 
 def packed(results: Results) -> str:
     """Packed verification over padded verification, and the default over no drafts."""
-    rows = []
+    texts = []
     for file in PACKED:
         for cell in results.bench(file).cells():
             one = results.measured([file], cell)
             assert one is not None
-            for policy in ("dsde", "goodput"):
-                over = ratio_spread(one.over(f"{policy} packed", f"{policy} padded"))
-                auto = ratio_spread(one.over(f"{policy} auto", PLAIN))
-                told = [one.case(f"{policy} {way}") for way in ("padded", "packed")]
-                passes = [_verify(case) for case in told if case is not None]
-                where = [short(cell.pair), str(cell.batch), code(policy)]
-                rows.append([*where, over, " / ".join(passes), auto, f"{results.commit(file)}, {one.repeats()}"])
-    header = ["pair", "rows", "policy", "packed over padded", "target, ms: padded / packed"]
-    return table([*header, "`auto` over `static:0`", "commit, repeats"], rows)
-
-
-def _verify(case: CaseResult) -> str:
-    assert case.statistics is not None
-    return f"{1e3 * case.statistics['seconds']['verify'] / case.statistics['rounds']:.1f}"
+            ratios = {name: one.over(f"{name} packed", f"{name} padded") for name in ("dsde", "goodput")}
+            named = listed([f"{code(name)} {ratio_spread(over)}" for name, over in ratios.items()])
+            texts.append(f"{named} at {cell.batch} rows ({results.commit(file)})")
+    return "; ".join(texts)
 
 
 def import_seconds(results: Results) -> dict[str, str]:
@@ -221,9 +217,3 @@ def draft_step_share(results: Results, names: tuple[str, ...], cell: Cell) -> st
     assert case is not None
     assert case.statistics is not None
     return f"{case.statistics['draft_step_seconds'] / case.statistics['plain_step_seconds']:.2f}"
-
-
-def stage_span(results: Results) -> str:
-    """Extremes of the prompts' share, over rows, without drafts."""
-    shares = [case.prefill_share for case in (newest(results, rows).case(PLAIN) for rows in (1, 256)) if case]
-    return span((100 * share.median for share in shares if share is not None), ".0f")

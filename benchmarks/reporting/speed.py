@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from statistics import median
 
 from hf_dsde.bench.results import Cell
 from reporting.files import PLAIN, Measured, Results
-from reporting.markdown import code, middle, rate, rate_spread, ratio, ratio_spread, span, table
+from reporting.markdown import code, listed, middle, rate, rate_spread, ratio, ratio_spread, span, table
 
 SMALL, LARGE = "8B/deep-1B-strong", "32B/deep-1B-strong"
 GENERATE, COMPILED = "generate", "generate_static"
@@ -40,17 +40,29 @@ PEERS = (
     "peers_64_rows_8B_0edc2f8.json",
     "peers_32B_b5af769.json",
 )
+SOURCE = "file with its commit, repeats"
 SMALL_ROWS, LARGE_ROWS = (1, 8, 32, 64, 128, 256), (1, 8, 32)
 
 
 def short(pair: str) -> str:
     """The target's name."""
-    return pair.split("/")[0]
+    return pair.partition("/")[0]
 
 
 def mix(pair: str, rows: int) -> Cell:
     """The setting of most tables: prompts of several kinds, greedy."""
     return Cell(pair, "mix", rows, 0.0)
+
+
+def source(results: Results, one: Measured) -> str:
+    """The file of a row with its commit, if its name does not say it, and how often each method was timed."""
+    name, commit = one.file.removesuffix(".json"), str(results.commit(one.file))
+    return f"{code(name)}{'' if commit in name else f' ({commit})'}, {one.repeats()}"
+
+
+def commits(results: Results, measured: Iterable[Measured]) -> str:
+    """The commits of some measurements, each once."""
+    return ", ".join(dict.fromkeys(str(results.commit(one.file)) for one in measured))
 
 
 def newest(results: Results, rows: int) -> Measured:
@@ -84,10 +96,10 @@ def speeds(results: Results) -> str:
             ratio_spread(one.over("static:2", PLAIN)),
             ratio_spread(one.over("goodput", PLAIN)),
             ratio_spread(dsde) if dsde or not filled else f"{ratio_spread(filled)} (`+fill`)",
-            f"{results.commit(one.file)}, {one.repeats()}",
+            source(results, one),
         ]
 
-    header = ["pair", "rows", "`static:0`, tokens/s", "best", "`static:2`", "`goodput`", "`dsde`", "commit, repeats"]
+    header = ["pair", "rows", "`static:0`, tokens/s", "best", "`static:2`", "`goodput`", "`dsde`", SOURCE]
     return table(header, map(row, settings(results)))
 
 
@@ -104,117 +116,108 @@ def beside(results: Results, file: str, method: str | None, rows: int) -> float 
     return None if own is None or other is None else own.median / other
 
 
-def beside_vllm(results: Results) -> str:
-    """vLLM and transformers' continuous batching beside this package."""
-
-    def row(rows: int) -> list[str]:
-        one = newest(results, rows)
-        best = one.best_draft()
-        return [
-            str(rows),
-            rate(other_speed(results, VLLM, rows)),
-            ratio(beside(results, VLLM, PLAIN, rows)),
-            "" if best is None else f"{code(best)}: {ratio(beside(results, VLLM, best, rows))}",
-            rate(other_speed(results, GENERATE_BATCH, rows)),
-            ratio(beside(results, GENERATE_BATCH, PLAIN, rows)),
-            ratio(beside(results, GENERATE_BATCH, best, rows)),
-            str(results.commit(one.file)),
-        ]
-
-    header = ["rows", "vLLM, tokens/s", "`static:0` over it", "best over it"]
-    header += ["`generate_batch`, tokens/s", "`static:0` over it", "best over it", "commit"]
-    return table(header, map(row, SMALL_ROWS))
-
-
 def over_reference(results: Results, pair: str, rows: int, reference: str) -> Measured | None:
     """The newest measurement that has a decoding mode of transformers beside ours."""
     return results.measured((*LENGTHS, GREEDY), mix(pair, rows), reference, PLAIN, "goodput")
 
 
-def over_generate(results: Results) -> str:
-    """Plain `generate`, and `generate` compiled with a static cache, beside this package."""
+def beside_others(results: Results) -> str:
+    """vLLM, and three ways of transformers, beside this package."""
 
-    def half(pair: str, rows: int, reference: str) -> list[str]:
+    def served(pair: str, rows: int) -> list[str]:
+        if pair != SMALL:
+            return [""] * 5
+        best = newest(results, rows).best_draft()
+        own = [ratio(beside(results, VLLM, method, rows)) for method in (PLAIN, best)]
+        batch = ratio(beside(results, GENERATE_BATCH, PLAIN, rows))
+        return [rate(other_speed(results, VLLM, rows)), *own, rate(other_speed(results, GENERATE_BATCH, rows)), batch]
+
+    def generated(pair: str, rows: int, reference: str) -> list[str]:
         one = over_reference(results, pair, rows, reference)
         if one is None:
-            return [""] * 4
-        return [
-            rate_spread(one.speed(reference)),
-            ratio(one.over(PLAIN, reference)),
-            ratio_spread(one.over("goodput", reference)),
-            str(results.commit(one.file)),
-        ]
+            return [""] * 2
+        commit = results.commit(one.file)
+        return [f"{rate(one.speed(reference))} ({commit})", ratio_spread(one.over("goodput", reference))]
 
-    cells = [(SMALL, rows) for rows in SMALL_ROWS if rows <= 64] + [(LARGE, rows) for rows in LARGE_ROWS]
-    rows = [[short(p), str(n), *half(p, n, GENERATE), *half(p, n, COMPILED)] for p, n in cells]
-    parts = ["`static:0` over it", "`goodput` over it", "commit"]
-    return table(["pair", "rows", "`generate`, tokens/s", *parts, "compiled, tokens/s", *parts], rows)
+    cells = [(SMALL, rows) for rows in SMALL_ROWS] + [(LARGE, rows) for rows in LARGE_ROWS]
+    rows = [[short(p), str(n), *served(p, n), *generated(p, n, GENERATE), *generated(p, n, COMPILED)] for p, n in cells]
+    header = ["pair", "rows", "vLLM", "`static:0` over it", "best over it", "`generate_batch`", "`static:0` over it"]
+    header += ["`generate`", "`goodput` over it", "compiled `generate`", "`goodput` over it"]
+    return table(header, rows)
 
 
-def compared(results: Results) -> Iterator[Measured]:
-    """Measurements in which policies ran beside fixed lengths, the newest of each setting."""
-    for pair, rows in [(SMALL, 1), (SMALL, 8), (SMALL, 32), (SMALL, 64)]:
-        found = list(results.all_measured(NEWEST, mix(pair, rows), PLAIN, "goodput"))
-        # Files of one setting count next to each other only if they tried different lengths.
-        yield from (one for i, one in enumerate(found) if all(one.lengths() != old.lengths() for old in found[:i]))
-    for pair in (SMALL, LARGE):
-        for rows in (1, 8, 32):
-            for workload in ("mix", "news", "code", "math"):
-                found_one = results.measured(BY_WORKLOAD, Cell(pair, workload, rows, 0.0), "goodput")
-                if found_one is not None:
-                    yield found_one
+def compared(results: Results, cell: Cell) -> list[Measured]:
+    """Measurements in which `goodput` ran beside fixed lengths: the newest, and older ones that tried other lengths."""
+    found: list[Measured] = []
+    for names in (NEWEST, BY_WORKLOAD):
+        for one in results.all_measured(names, cell, "goodput"):
+            if all(one.lengths() != other.lengths() for other in found):
+                found.append(one)
+            if names is BY_WORKLOAD:
+                break
+    return found
 
 
 def policies(results: Results) -> str:
-    """Policies over the best fixed length that ran beside them."""
-    shown = ("goodput", "marginal_goodput", "dsde", "dsde+fill")
+    """Policies over the best fixed length that ran beside them: `goodput` by kind of prompts, others over all kinds."""
+    workloads = ("mix", "news", "code", "math")
 
-    def row(one: Measured) -> list[str]:
+    def goodput(one: Measured) -> str:
         best = one.best_length()
         assert best is not None
-        ratios = [ratio_spread(one.over(method, best)) for method in shown]
-        lengths = ", ".join(map(str, one.lengths()))
-        name = f"{best.removeprefix('static:')}: {rate(one.case(best).tokens_per_second.median)}"  # type: ignore[union-attr]
-        cell = one.cell
-        where = [short(cell.pair), str(cell.batch), cell.workload, lengths, name]
-        return [*where, *ratios, f"{results.commit(one.file)}, {one.repeats()}"]
+        return f"{ratio_spread(one.over('goodput', best))} of {best.removeprefix('static:')}"
 
-    header = ["pair", "rows", "prompts", "lengths tried", "best: tokens/s", *map(code, shown), "commit, repeats"]
-    return table(header, map(row, compared(results)))
-
-
-def fixed_lengths(results: Results) -> str:
-    """Speed of every fixed length over decoding without drafts."""
-    longest = 10
     rows = []
+    for pair, counts in ((SMALL, (1, 8, 32, 64)), (LARGE, LARGE_ROWS)):
+        for count in counts:
+            found = {workload: compared(results, Cell(pair, workload, count, 0.0)) for workload in workloads}
+            every = [one for ones in found.values() for one in ones]
+            line = [short(pair), str(count), *("; ".join(map(goodput, found[workload])) for workload in workloads)]
+            for method in ("marginal_goodput", "dsde", "dsde+fill"):
+                ratios = [over.median for one in every if (over := one.over(method, one.best_length())) is not None]
+                line.append(span(ratios) if ratios else "")
+            rows.append([*line, commits(results, every)])
+    return table(["pair", "rows", *workloads, "`marginal_goodput`", "`dsde`", "`dsde+fill`", "commits"], rows)
+
+
+def best_lengths(results: Results) -> str:
+    """The fastest fixed length of each setting in which all were tried, and its speed over decoding without drafts."""
+    texts = []
     for pair in (SMALL, LARGE):
-        for count in LARGE_ROWS:
-            one = results.measured(LENGTHS, mix(pair, count), PLAIN)
-            assert one is not None
-            best = one.best_length()
-            found = [(f"static:{k}", ratio(one.over(f"static:{k}", PLAIN))) for k in range(1, longest + 1)]
-            cells = [f"**{text}**" if method == best else text for method, text in found]
-            rows.append([short(pair), str(count), *cells, f"{results.commit(one.file)}, {one.repeats()}"])
-    return table(["pair", "rows", *map(str, range(1, longest + 1)), "commit, repeats"], rows)
+        found = [results.measured(LENGTHS, mix(pair, count), PLAIN) for count in LARGE_ROWS]
+        bests = [(one, best) for one in found if one is not None and (best := one.best_length()) is not None]
+        named = [f"{best.removeprefix('static:')} ({ratio_spread(one.over(best, PLAIN))})" for one, best in bests]
+        texts.append(f"{listed(named)} with {short(pair)} ({commits(results, [one for one, _ in bests])})")
+    return "; ".join(texts)
+
+
+def tried_lengths(results: Results) -> str:
+    """The fixed lengths that were tried in every such setting."""
+    tried = {(one.lengths()[0], one.lengths()[-1]) for one in _length_settings(results)}
+    assert len(tried) == 1, "the files differ in their lengths"
+    first, last = tried.pop()
+    return f"{first} to {last}"
+
+
+def _length_settings(results: Results) -> list[Measured]:
+    cells = [mix(pair, count) for pair in (SMALL, LARGE) for count in LARGE_ROWS]
+    return [one for cell in cells if (one := results.measured(LENGTHS, cell, PLAIN)) is not None]
 
 
 def peers(results: Results) -> str:
-    """Other implementations of speculative decoding, as multiples of which this package writes."""
-    names = {"assisted": "assisted", "prompt_lookup": "prompt_lookup", "economize": "economize", "flashspec": "flashspec"}
-    rows = []
-    for pair, counts in ((SMALL, (1, 8, 32, 64)), (LARGE, (1, 8))):
-        for count in counts:
-            for one in results.all_measured(PEERS, mix(pair, count)):
-                best = one.best_draft()
-                if best is None:
-                    continue
-                over = [ratio_spread(one.over(best, name)) for name in names]
-                eager = one.over(best, "economize_eager")
-                if eager is not None:
-                    over[2] = f"{ratio_spread(eager)} (eager)"
-                where = [short(pair), str(count), f"{code(best)}: {rate_spread(one.speed(best))}"]
-                rows.append([*where, *over, f"{results.commit(one.file)}, {one.repeats()}"])
-    return table(["pair", "rows", "ours, tokens/s", *map(code, names), "commit, repeats"], rows)
+    """Other implementations of speculative decoding: the best of ours over each, by pair and rows."""
+    texts, used = [], []
+    for name in ("assisted", "prompt_lookup", "flashspec", "economize", "economize_eager"):
+        found = []
+        for pair, counts in ((SMALL, (1, 8, 32, 64)), (LARGE, (1, 8))):
+            for count in counts:
+                one = results.measured(PEERS, mix(pair, count), name)
+                over = None if one is None else one.over(one.best_draft(), name)
+                if one is not None and over is not None:
+                    used.append(one)
+                    found.append(f"{ratio_spread(over)} ({short(pair)}, {count})")
+        texts.append(f"{code(name)} {listed(found)}")
+    return f"{'; '.join(texts)} (commits {commits(results, used)})"
 
 
 def readme_speeds(results: Results) -> str:
@@ -247,6 +250,12 @@ def generate_spread(results: Results) -> str:
     found = map(partial(results.measured, (*LENGTHS, GREEDY)), cells, [GENERATE] * len(cells))
     speeds = [one.speed(GENERATE) for one in found if one is not None]
     return f"{max(s.largest / s.smallest for s in speeds if s is not None):.2f}"
+
+
+def served_spread(results: Results) -> str:
+    """The widest spread of vLLM and `generate_batch` within a setting, largest over smallest."""
+    cells = [cell["tokens_per_second"] for file in (VLLM, GENERATE_BATCH) for cell in results.raw(file)["cells"]]
+    return ratio(max(max(speeds) / min(speeds) for speeds in cells))
 
 
 def vllm_job(results: Results) -> str:
