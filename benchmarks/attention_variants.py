@@ -279,7 +279,7 @@ def _measure(shape: Shape, names: list[str], bandwidth: float, device: torch.dev
 
 
 def _tried(variant: Callable[[Inputs], Launch], inputs: list[Inputs]) -> dict[str, Any]:
-    """Time and error of a variant, or why it failed; one that fails shall not stop the others."""
+    """Time and error of a variant, or why it failed; one that fails must not stop the others."""
     try:
         launches = [variant(given) for given in inputs]
         error = max(

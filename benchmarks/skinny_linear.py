@@ -176,7 +176,7 @@ def _expected(x: Tensor, weights: list[Tensor], *, gated: bool) -> list[Tensor]:
 
 
 def _tried(launches: list[Launch], expected: list[Tensor], read: int) -> dict[str, Any]:
-    """Time and error of a launch, or why it failed; one that fails shall not stop the others."""
+    """Time and error of a launch, or why it failed; one that fails must not stop the others."""
     try:
         error = max(
             float((found.float() - right).abs().max()) for found, right in zip(launches[0](), expected, strict=True)
