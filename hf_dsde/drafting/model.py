@@ -87,7 +87,7 @@ class ModelDrafter(Drafter):
         process: The call's logits processors; the draft samples through them, as it should resemble the target.
         do_sample: Draw tokens if True, take the most likely ones otherwise.
         capacity: Tokens per row the cache shall hold to begin with.
-        config: Buckets and attention settings.
+        config: How the draft's passes are run.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ModelDrafter(Drafter):
         capacity: int,
         config: SpeculationConfig,
     ) -> None:
-        self._runner = create_runner(model, sequences.rows, capacity, config, RECORDED_WIDTHS)
+        self._runner = create_runner(model, sequences.rows, capacity, config.options, config.runner, RECORDED_WIDTHS)
         self._device = self._runner.device
         self._vocabulary_size = vocabulary_size
         self._last_id = model.config.get_text_config(decoder=True).vocab_size - 1

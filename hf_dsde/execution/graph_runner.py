@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Body, Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.packing import PackedTokens
 from hf_dsde.execution.recording_key import Key, is_compiled
 from hf_dsde.execution.spans import Span, flat_places, portions, total_count
@@ -60,7 +60,7 @@ class GraphRunner(EagerRunner):
         model: As for any runner.
         rows: As for any runner.
         capacity: As for any runner.
-        config: As for any runner.
+        options: As for any runner.
         fused: Runs the model's layers with fewer kernels; None to record the model's own forward pass.
         key: What has to be equal for what an earlier call has recorded to be used; None to record everything.
         make_capture: Called when there is no workspace to reuse; returns what records passes.
@@ -73,7 +73,7 @@ class GraphRunner(EagerRunner):
         model: PreTrainedModel,
         rows: int,
         capacity: int,
-        config: SpeculationConfig,
+        options: RuntimeOptions,
         *,
         fused: FusedDecoder | None,
         key: Key | None,
@@ -81,18 +81,18 @@ class GraphRunner(EagerRunner):
         on_failure: Callable[[Exception], None],
         widths: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config)
+        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), options)
         self._compiles = is_compiled(model)
         self._width_buckets = widths or self._width_buckets
         self._fused = fused
         self._on_failure = on_failure
         self._recording = True
         self._workspace = workspaces.take(model, key, capacity) or Workspace(
-            key, self.cache, CapturedPasses(config.max_graphs), make_capture()
+            key, self.cache, CapturedPasses(options.max_graphs), make_capture()
         )
         if key is None:
             self._workspace.cache = self.cache
-        self._workspace.passes.limit_to(config.max_graphs)
+        self._workspace.passes.limit_to(options.max_graphs)
         self._workspace.start_anew()
         self.cache = self._workspace.cache
         self._before = self._workspace.costs
@@ -126,7 +126,7 @@ class GraphRunner(EagerRunner):
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""
-        if self._config.keep_memory and self._recording:
+        if self._options.keep_memory and self._recording:
             workspaces.give_back(self.model, self._workspace)
 
     def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
@@ -167,7 +167,7 @@ class GraphRunner(EagerRunner):
     def _store(self, spans: Sequence[Span], tokens: Tensor) -> None:
         """As for any runner; by flat passes when the fused decoder runs."""
         taken = 0
-        for part in portions(spans, self._config.prefill_chunk):
+        for part in portions(spans, self._options.prefill_chunk):
             count = total_count(part)
             if not self.packs:
                 super()._store(part, tokens[taken : taken + count])
@@ -270,7 +270,7 @@ class GraphRunner(EagerRunner):
         Masks have its width; fused passes only size their launches by it.
         """
         if self._fused is None:
-            return min(next_multiple(longest, self._config.view_bucket), self.cache.capacity)
+            return min(next_multiple(longest, self._options.view_bucket), self.cache.capacity)
         reach = MIN_REACH
         while reach < longest:
             reach *= REACH_FACTOR

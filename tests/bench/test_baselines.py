@@ -147,7 +147,7 @@ def test_a_base_configuration_keeps_the_arguments_of_its_own_policy():
     assert parse_policy("static", base).config.policy_arguments == {"num_draft_tokens": 7}
     assert parse_policy("static:2", base).config.policy_arguments == {"num_draft_tokens": 2}
     other = parse_policy("dsde", base, cost_probe=False).config
-    assert (other.policy_arguments, other.max_draft_length, other.cost_probe) == ({}, 9, False)
+    assert (other.policy_arguments, other.max_draft_length, other.options.cost_probe) == ({}, 9, False)
 
 
 @pytest.mark.parametrize("text", ["", "dsde@", "static:x", "nothing", "dsde:nothing=1", "dsde@nowhere"])

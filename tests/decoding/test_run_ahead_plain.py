@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from recorded import recording  # noqa: F401 - a fixture
+from tiny_calls import QUIET, config_of
 from tiny_models import AGREEMENT, EOS, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import LiveCosts
 from hf_dsde.decoding import loop, run_ahead
 from hf_dsde.decoding.plan import RoundPlan, next_plan
@@ -79,7 +79,7 @@ def generate(
         **{"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, **call},
         assistant_model=noisy_copy(target, noise) if draft is None else draft,
         speculation_policy=policy,
-        speculation_config=SpeculationConfig(runner=runner, cost_probe=False),
+        speculation_config=config_of(QUIET, runner=runner),
         return_dict_in_generate=True,
     )
 

@@ -13,11 +13,11 @@ from tiny_models import VOCABULARY, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.layer_draft import initialise_draft
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.kernels import reference
 from hf_dsde.kernels.block import TokenBlock
 
@@ -59,7 +59,7 @@ class Pair:
 
     def __init__(self, model: PreTrainedModel, stored: list[int]) -> None:
         self.stock, self.other = (
-            StockRunner(model, len(stored), CAPACITY, SpeculationConfig(view_bucket=4)) for _ in range(2)
+            StockRunner(model, len(stored), CAPACITY, RuntimeOptions(view_bucket=4)) for _ in range(2)
         )
         self.decoder = FusedDecoder(model, reference)
         self.texts = torch.randint(3, VOCABULARY, (len(stored), CAPACITY), generator=torch.Generator().manual_seed(5))

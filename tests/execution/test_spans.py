@@ -10,9 +10,9 @@ from recorded import NotingCapture, recording  # noqa: F401 - a fixture
 from stored import store_texts
 from tiny_models import VOCABULARY, tiny_model
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution import model_runner as runner_module
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.spans import Span, flat_places, portions, similar_counts, total_count
 
 counts = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -71,7 +71,7 @@ def test_texts_of_all_lengths_are_stored_as_if_alone(
     monkeypatch.setattr("hf_dsde.execution.graph_runner.STORED_SIZES", (2, recorded))
     model = tiny_model(family)
     generator = torch.Generator().manual_seed(3)
-    runner = create_runner(model, 4, 8, SpeculationConfig(runner=kind, prefill_chunk=chunk, view_bucket=4))
+    runner = create_runner(model, 4, 8, RuntimeOptions(prefill_chunk=chunk, view_bucket=4), kind)
     texts = torch.randint(3, VOCABULARY, (4, 30), generator=generator)
     lengths = [9, 0, 29, 10]
     with runner.active(), torch.no_grad():
