@@ -164,11 +164,12 @@ class SpeculationConfig:
 
 SAVED = tuple(f.name for f in fields(SpeculationConfig) if f.name != "options")
 """Fields that decide what is drafted. `options` belong to the process, and are written nowhere."""
+OPTIONS = tuple(f.name for f in fields(RuntimeOptions))
 
 
 def _refuse_options(values: Mapping[str, Any]) -> None:
     """Say where a field of the options goes."""
-    moved = [f.name for f in fields(RuntimeOptions) if f.name in values]
+    moved = [name for name in OPTIONS if name in values]
     if moved:
         raise TypeError(
             f"SpeculationConfig has no field `{'`, `'.join(moved)}`: how a machine runs passes is not saved with a "
@@ -181,7 +182,7 @@ def _refuse_unknown(values: Mapping[str, Any], known: Sequence[str]) -> None:
     _refuse_options(values)
     for name in values:
         if name not in known:
-            close = get_close_matches(str(name), known, n=1)
+            close = get_close_matches(str(name), [*known, *OPTIONS], n=1)
             hint = f"Did you mean `{close[0]}`? " if close else ""
             raise ValueError(
                 f"SpeculationConfig has no field `{name}`. {hint}Its fields are: {', '.join(known)}. "

@@ -32,25 +32,16 @@ from hf_dsde.utils.transfers import upload
 
 PACKED_WIDTHS = (4, 8, 16, 32, 64)
 """Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
-STORED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens of recorded passes that only store them. On an H200, storing 1024 tokens of an 8B model takes 24 ms recorded
-and 30 ms eagerly; with more, arithmetic hides the launches."""
 MIN_REACH = 512
-"""Smallest bound of a row's length that a fused pass is recorded for ..."""
-REACH_FACTOR = 4
-"""... and the ratio of two neighbouring bounds. On an H200, passes over 400 slots of 32 rows take 3 to 6 % longer when
-they are recorded for 4000 slots instead of 500; those of 8 rows up to 2 %, those of one no longer."""
+"""Smallest bound of a row's length that a fused pass is recorded for."""
 CAPACITY_STEP = 256
 """Caches hold a multiple of this many slots, so that calls with similar prompts find the same one."""
-FINE_ROWS = 64
-"""Rows above which passes get smaller by a third or a quarter, and not only by half, as rows finish: there, arithmetic
-and reading the cache outweigh reading the weights."""
 
 
-def next_row_count(rows: int) -> int:
-    """Return the rows of a pass when `rows` are left: a power of two, or above `FINE_ROWS` also three halves of one."""
+def next_row_count(rows: int, fine: int) -> int:
+    """Return the rows of a pass when `rows` are left: a power of two, or above `fine` also three halves of one."""
     power = 1 << (rows - 1).bit_length()
-    return power * 3 // 4 if power > FINE_ROWS and rows <= power * 3 // 4 else power
+    return power * 3 // 4 if power > fine and rows <= power * 3 // 4 else power
 
 
 class GraphRunner(EagerRunner):
@@ -179,14 +170,16 @@ class GraphRunner(EagerRunner):
         """Store what fits into one pass; a recorded one if launches would take longer than the device."""
         longest = max(span.end for span in spans)
         try:
-            if len(tokens) > STORED_SIZES[-1]:
+            if len(tokens) > self._tuning.stored_sizes[-1]:
                 self._store_eagerly(spans, tokens, longest)
                 return
             if not self.cache.is_allocated:
                 self._allocate()
         except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
             self._give_up(failure)
-        entry = self._entry(("store", next_bucket(len(tokens), STORED_SIZES)), longest) if self.packs else None
+        entry = (
+            self._entry(("store", next_bucket(len(tokens), self._tuning.stored_sizes)), longest) if self.packs else None
+        )
         if entry is None:
             super()._store(spans, tokens)
             return
@@ -238,7 +231,7 @@ class GraphRunner(EagerRunner):
         """
         if self._fused is None or not self._recording:
             return
-        places = next_row_count(len(rows))
+        places = next_row_count(len(rows), self._tuning.fine_rows)
         if places >= len(self.live_rows):
             return
         finished = [row for row in self.live_rows if row not in rows]
@@ -273,7 +266,7 @@ class GraphRunner(EagerRunner):
             return min(next_multiple(longest, self._options.view_bucket), self.cache.capacity)
         reach = MIN_REACH
         while reach < longest:
-            reach *= REACH_FACTOR
+            reach *= self._tuning.reach_factor
         return min(reach, self.cache.capacity)
 
     def _record(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:

@@ -31,14 +31,12 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.spans import Span, similar_counts
 from hf_dsde.execution.torch_modes import Autocast
 from hf_dsde.utils.transfers import upload
+from hf_dsde.utils.tuning import tuning_of
 
 WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 """Block widths that are executed. Fine where drafts are short: a padded column costs what a token costs."""
 PADDED_COLUMNS = 512
 """Columns of a padded pass that stores prompts: its masks have a place for every pair of a column and a slot."""
-SPLIT_SAVING = 256
-"""Columns of padding that a further pass has to save when prompts of different lengths are stored: about what launching
-it costs."""
 TIMED_PASSES = 3
 """Timed passes of each shape, after one that warms up; the median counts."""
 
@@ -106,6 +104,7 @@ class ModelRunner(ABC):
         # Masks are packed for this many heads; a layer that shares otherwise packs for itself.
         self._shared_heads = heads // (getattr(text_config, "num_key_value_heads", None) or heads)
         self._options = options
+        self._tuning = tuning_of(self.device)
         self._width_buckets = WIDTH_BUCKETS
         self._kinds = attention_kinds(model)
         self._cache_argument = compat.cache_argument(model)
@@ -234,7 +233,9 @@ class ModelRunner(ABC):
         counts = [span.count for span in spans]
         entries = list(zip(spans, accumulate(counts, initial=0), strict=False))
         if self._options.drop_finished_rows:
-            groups = [[entries[index] for index in group] for group in similar_counts(counts, SPLIT_SAVING)]
+            groups = [
+                [entries[index] for index in group] for group in similar_counts(counts, self._tuning.split_saving)
+            ]
         else:  # what is hooked into a pass may hold a value for each row of the batch
             present = {span.row for span in spans}
             absent = [(Span(row, 0, 0), 0) for row in self.live_rows if row not in present]

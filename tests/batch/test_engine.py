@@ -34,6 +34,7 @@ from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.results import END_TOKEN, LENGTH, STOP
 from hf_dsde.integration import loop_builder
 from hf_dsde.integration.generation import Speculation
+from hf_dsde.utils import tuning
 
 TOKENIZER = tiny_tokenizer()
 
@@ -156,7 +157,7 @@ def test_recorded_passes_store_long_prompts_in_several(
     recording: list[NotingCapture],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hf_dsde.execution.graph_runner.STORED_SIZES", (4, 8))
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, stored_sizes=(4, 8)))
     pair = Pair.of()
     check(pair, pair.engine(SpeculationConfig("static", runner="graph"), rows=2), MIXED[:5])
 

@@ -312,7 +312,7 @@ class CountingOps:
 
     def __init__(self, *, taken: bool = True) -> None:
         self.taken = taken
-        self.asked: list[tuple[int, int, int, torch.dtype]] = []
+        self.asked: list[tuple[Any, ...]] = []
         self.products: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -354,7 +354,7 @@ def test_whether_it_pays_is_asked_with_the_sizes_of_all_weights_together() -> No
     ops = check_products(tiny_model(), [3, 1, 2, 1] * 2)
     tokens = sum(COUNTS)
     layer = [(tokens, 3, 64, 32), (tokens, 1, 32, 32), (tokens, 2, 128, 32), (tokens, 1, 32, 64)]
-    assert ops.asked == [(*sizes, torch.float64) for sizes in layer * 2]
+    assert ops.asked == [(*sizes, torch.float64, torch.device("cpu")) for sizes in layer * 2]
 
 
 class _OtherLinear(nn.Linear):

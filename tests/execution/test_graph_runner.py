@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.workspaces import Workspaces, workspace_key, workspaces
 from hf_dsde.integration import generation
 from hf_dsde.policies import StoppingPolicy
+from hf_dsde.utils import tuning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
@@ -307,6 +309,19 @@ def test_what_a_recording_depends_on_is_in_its_key(change: dict[str, Any]) -> No
     assert workspace_key(model, rows, RuntimeOptions(**change), fused) != workspace_key(
         model, 5, RuntimeOptions(), fused=True
     )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_text_is_the_same_on_a_device_of_no_known_class(
+    fused: bool,
+    recording: list[NotingCapture],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.SAFE, stored_sizes=(2, 4)))
+    target = tiny_model()
+    text = generate(target, noisy_copy(target, 0.05), RandomLengths(), fused_layers=fused)
+    assert torch.equal(text, plain(target))
+    assert recording
 
 
 def test_rows_leave_passes_by_halves() -> None:
