@@ -172,9 +172,8 @@ def _refuse_options(values: Mapping[str, Any]) -> None:
     moved = [name for name in OPTIONS if name in values]
     if moved:
         raise TypeError(
-            f"SpeculationConfig has no field `{'`, `'.join(moved)}`: how a machine runs passes is not saved with a "
-            "model. "
-            f"Use SpeculationConfig(options=RuntimeOptions({moved[0]}=...)), and leave {CONFIG_NAME} without."
+            f"SpeculationConfig has no field `{'`, `'.join(moved)}`: how passes are run is not saved with a model. "
+            f"Use SpeculationConfig(options=RuntimeOptions({moved[0]}=...)), and keep it out of {CONFIG_NAME}."
         )
 
 

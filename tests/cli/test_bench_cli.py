@@ -16,6 +16,7 @@ from hf_dsde.bench import provenance, workloads
 from hf_dsde.bench.results import BenchResults
 from hf_dsde.cli import main as cli
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.trace.prompts import Prompt
 
 pytestmark = pytest.mark.slow
@@ -128,6 +129,7 @@ def test_every_runner_is_tried_with_every_policy_that_names_none(bench, tmp_path
     results = BenchResults.load(tmp_path / "results.json")
     assert results.methods() == ["generate", "static:1@eager", "dsde@eager"]
     assert results.cases[1].settings["cost_probe"] is False
+    assert results.cases[1].settings["prefill_chunk"] == RuntimeOptions().prefill_chunk
     assert results.cases[1].settings["runner"] == "eager"
 
 
