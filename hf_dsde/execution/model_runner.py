@@ -105,7 +105,7 @@ class ModelRunner(ABC):
         self._shared_heads = heads // (getattr(text_config, "num_key_value_heads", None) or heads)
         self._options = options
         self._tuning = tuning_of(self.device)
-        self._width_buckets = WIDTH_BUCKETS
+        self._width_buckets: tuple[int, ...] = WIDTH_BUCKETS
         self._kinds = attention_kinds(model)
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
