@@ -16,7 +16,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution import create_runner as runners
 from hf_dsde.execution.create_runner import RunnerWarning
 from hf_dsde.execution.cuda_graphs import Capture, Replay, raise_out_of_memory
@@ -225,13 +224,13 @@ class FunctionRecorder:
         return self._memory
 
 
-def function_recorder(device: torch.device, config: SpeculationConfig) -> Recorder:
+def function_recorder(device: torch.device, runner: str | None) -> Recorder:
     """Return what `BatchInfo.record` shall be: it records where passes of models are recorded.
 
     Args:
         device: Where the policy's tensors live.
-        config: Names the runner.
+        runner: That of the models' passes, as in `create_runner`.
     """
-    if config.runner == "eager" or not runners.can_record(device):
+    if runner == "eager" or not runners.can_record(device):
         return as_it_is
     return FunctionRecorder(device)

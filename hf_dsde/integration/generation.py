@@ -98,7 +98,7 @@ def generate_speculatively(
     draft = unwrapped("assistant_model", assistant_model)
     config = speculation.config
     if may_depend_on_rows(model) or may_depend_on_rows(draft):  # then all rows stay in, each at its place
-        config = config.replace(drop_finished_rows=False)
+        config = config.replace(options=config.options.replace(drop_finished_rows=False))
     limit = length_limit(stopping_criteria, generation_config.max_length)
     sequences = SequenceBatch(
         input_ids,

@@ -60,7 +60,7 @@ def _validate_generation_mode(
         return
     refusals.check_mode(generation_mode, generation_config, generation_mode_kwargs)
     draft = unwrapped("assistant_model", generation_mode_kwargs["assistant_model"])
-    refusals.check_models(model, draft, speculation.config.packed_attention)
+    refusals.check_models(model, draft, speculation.config.options.packed_attention)
     refusals.check_tokenizers(
         model,
         draft,
@@ -253,7 +253,7 @@ def generate(
     refusals.check_mode(mode, generation_config, {"assistant_model": assistant_model})
     draft = unwrapped("assistant_model", assistant_model)
     speculation = Speculation.of(speculation_policy, speculation_config)
-    refusals.check_models(model, draft, speculation.config.packed_attention)
+    refusals.check_models(model, draft, speculation.config.options.packed_attention)
     refusals.check_tokenizers(model, draft, tokenizer, assistant_tokenizer)
     return generate_speculatively(
         model,

@@ -58,7 +58,7 @@ def build_loop(
         capacity=capacity,
         config=config,
     )
-    target = create_runner(model, sequences.rows, capacity, config)
+    target = create_runner(model, sequences.rows, capacity, config.options, config.runner)
     for cache in (target.cache, drafter.cache):
         cache.limit = cache_limit
     return kind(

@@ -8,11 +8,7 @@ from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, Signal, St
 from hf_dsde.policies.goodput import GoodputPolicy
 from hf_dsde.policies.marginal_goodput import MarginalGoodputPolicy
 from hf_dsde.policies.registry import register
-
-DEAREST_DRAFT = 0.2
-"""Share of a plain step that a draft step may take on a GPU for `marginal_goodput` to be chosen: the host's wait after
-each token is a share of the draft step, and what stopping in time saves is little where the target is that cheap. On an
-H200, one row, `goodput` is the faster one at 0.33 (8B), by 5 to 21 %, and within 6 % of the other at 0.08 (32B)."""
+from hf_dsde.utils.tuning import tuning_of
 
 
 def stopping_inside_pays(batch: BatchInfo) -> bool:
@@ -22,7 +18,7 @@ def stopping_inside_pays(batch: BatchInfo) -> bool:
     if batch.device.type != "cuda" or batch.costs is None:  # elsewhere the host waits for nothing
         return True
     costs = batch.costs.current
-    return costs.draft_step <= DEAREST_DRAFT * costs.round_seconds(0)
+    return costs.draft_step <= tuning_of(batch.device).dearest_draft * costs.round_seconds(0)
 
 
 @register("auto")

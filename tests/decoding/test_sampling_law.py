@@ -14,6 +14,7 @@ import pytest
 import torch
 from plain_processors import plain_processors
 from scipy import stats
+from tiny_calls import config_of
 from tiny_models import noisy_copy, tiny_model
 from tiny_policies import RandomLengths
 from torch import Tensor
@@ -44,7 +45,7 @@ PAD = 0
 PROMPTS = torch.tensor([[PAD, 3, 1], [1, 1, 3]])
 """Of lengths 2 and 3: rows of one batch follow different laws."""
 PROMPT_MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
-CONFIG = hf_dsde.SpeculationConfig(view_bucket=8, max_draft_length=2)
+CONFIG = config_of(view_bucket=8, max_draft_length=2)
 """Drafts end well inside the tokens that are looked at: what follows a fully accepted draft has to be seen as well."""
 
 

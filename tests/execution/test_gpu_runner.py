@@ -20,6 +20,7 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.graph_runner import GraphRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.packing import packed_bucket
 from hf_dsde.execution.recorded_function import FunctionRecorder
 from hf_dsde.policies import BatchInfo, DraftStep, MarginalGoodputPolicy, RoundOutcome
@@ -287,8 +288,8 @@ def compare_runners(model: PreTrainedModel, rounds: int, **settings: Any) -> Gra
 
     lengths = torch.tensor(random_lengths(12), device=CUDA)
     rows, longest = len(lengths), int(lengths.max())
-    eager = create_runner(model, rows, 64, SpeculationConfig(runner="eager"))
-    recorded = create_runner(model, rows, 64, SpeculationConfig(runner="graph", **settings))
+    eager = create_runner(model, rows, 64, RuntimeOptions(), "eager")
+    recorded = create_runner(model, rows, 64, RuntimeOptions(**settings), "graph")
     assert isinstance(recorded, GraphRunner)
     prompts = draw(3, VOCABULARY, rows, longest)
     active = torch.ones(rows, dtype=torch.bool, device=CUDA)
@@ -355,7 +356,7 @@ def test_passes_that_the_user_has_compiled_are_recorded_and_keep_the_text() -> N
     hf_dsde.enable(target)
     for model in (target, draft):
         model.compile(dynamic=False)
-    config = SpeculationConfig(fused_layers=False)
+    config = SpeculationConfig(options=RuntimeOptions(fused_layers=False))
     for recorded_now in (True, False):
         with warnings.catch_warnings():
             warnings.simplefilter("error", RunnerWarning)  # it would be run eagerly

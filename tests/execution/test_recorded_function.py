@@ -273,9 +273,9 @@ def test_what_cannot_be_recorded_is_run_as_it_is_with_one_warning(failure: str) 
 def test_policies_record_where_passes_are_recorded(
     runner: str | None, records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (function_recorder(CPU, SpeculationConfig(runner=runner)) is not as_it_is) == records
+    assert (function_recorder(CPU, runner) is not as_it_is) == records
     monkeypatch.undo()
-    assert function_recorder(CPU, SpeculationConfig(runner=runner)) is as_it_is, "nothing is recorded on a CPU"
+    assert function_recorder(CPU, runner) is as_it_is, "nothing is recorded on a CPU"
 
 
 class Both:

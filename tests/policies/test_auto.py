@@ -9,6 +9,7 @@ from simulated_rounds import Simulation
 from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.policies import AutoPolicy, BatchInfo, GoodputPolicy, MarginalGoodputPolicy, Signal, StoppingPolicy
 from hf_dsde.policies.auto import stopping_inside_pays
+from hf_dsde.utils.tuning import HOPPER
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, MarginalGoodputPolicy), (2, GoodputPolicy), (8, GoodputPolicy)])
@@ -44,6 +45,9 @@ def test_keeps_its_choice_when_rows_leave() -> None:
         ("cpu", 2, 0.05, False),
     ],
 )
-def test_stops_inside_a_round_where_that_pays(device: str, rows: int, draft_cost: float | None, pays: bool) -> None:
+def test_stops_inside_a_round_where_that_pays(
+    device: str, rows: int, draft_cost: float | None, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_dsde.policies.auto.tuning_of", lambda _: HOPPER)  # no GPU is asked
     costs = None if draft_cost is None else LiveCosts(CostModel.relative(draft_cost, [1.0, 1.1], rows), rows)
     assert stopping_inside_pays(BatchInfo(rows, torch.device(device), 50, 8, 100, costs)) == pays
