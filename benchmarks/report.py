@@ -169,7 +169,6 @@ def performance(results: Results) -> str:
 def policies_part(results: Results) -> str:
     """The study in docs/policies.md."""
     template = Template((TEXTS / "study.md").read_text(encoding="utf-8"))
-    share = rounds.draft_step_share
     holes: dict[str, Filler] = {
         **several(study.numbers, *study.numbers(results)),
         "comparison_0": partial(study.comparison, temperature=0),
@@ -179,8 +178,6 @@ def policies_part(results: Results) -> str:
         "drift": study.drift,
         "overhead": study.overhead,
         "sources": study.sources,
-        "small_share": partial(share, names=speed.BY_WORKLOAD, cell=speed.mix(speed.SMALL, 1)),
-        "large_share": partial(share, names=speed.BY_WORKLOAD, cell=speed.mix(speed.LARGE, 1)),
     }
     return fill(template.template, holes, results)
 

@@ -45,7 +45,7 @@ def code(text: str) -> str:
 
 def listed(words: Sequence[str]) -> str:
     """Words with commas, and "and" before the last."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def rate(value: Spread | float | None) -> str:

@@ -9,7 +9,6 @@ from statistics import mean
 from typing import Any
 
 from hf_dsde.policies import MarginalGoodputPolicy
-from hf_dsde.policies.auto import DEAREST_DRAFT
 from reporting.files import Results
 from reporting.markdown import code, span, table
 
@@ -186,7 +185,6 @@ def numbers(results: Results) -> dict[str, str]:
         "stops_dear": signed_span(one_row(["adaedl", "svip"], costs=(dear,))),
         "budget_cheap": signed_span(one_row(["token_budget"], costs=(cheap,))),
         "budget_dear": signed_span(one_row(["token_budget"], costs=(dear,))),
-        "dearest_draft": str(DEAREST_DRAFT),
         "some": str(some),
         "many": str(many),
         "warmup": str(signature(MarginalGoodputPolicy).parameters["warmup_tokens"].default),

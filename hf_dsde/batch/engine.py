@@ -148,7 +148,8 @@ class BatchEngine:
         return RejectedRow(index, error)
 
     def _loop(self, admission: Admission, requests: Sequence[Request]) -> RefillLoop:
-        config = self.speculation.config.replace(cost_probe=False)
+        config = self.speculation.config
+        config = config.replace(options=config.options.replace(cost_probe=False))
         sequences = _sequences(requests, config.max_draft_length + 1, self.model.device)
         needed = max(map(admission.need, requests))
         capacity = int(needed * HEADROOM) if self.refill else needed

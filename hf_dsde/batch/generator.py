@@ -125,7 +125,7 @@ class BatchGenerator(Fingerprinted):
         self._speculation = Speculation.of(speculation_policy, speculation_config)
         self._generate_kwargs = generate_kwargs
         self._preparation = Preparation(
-            self._model, self._draft, tokenizer, self._speculation.config.packed_attention, generate_kwargs
+            self._model, self._draft, tokenizer, self._speculation.config.options.packed_attention, generate_kwargs
         )
         self._request_settings: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -272,7 +272,9 @@ class BatchGenerator(Fingerprinted):
             rows: The rows.
             at_hand: Whether none of them has to be waited for, so that they can be encoded many at a time.
         """
-        check_models(self._model, self._draft, self._speculation.config.packed_attention)  # also what changed since
+        check_models(
+            self._model, self._draft, self._speculation.config.options.packed_attention
+        )  # also what changed since
         self.statistics = JobStatistics()
         engine = BatchEngine(
             self._model,

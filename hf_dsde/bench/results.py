@@ -91,7 +91,8 @@ class CaseResult:
         temperature: 0 is greedy.
         method: The method's name, unique in its cell.
         kind: `OURS`, `BASELINE` or `PEER`.
-        settings: What defines the method, as JSON holds it: for ours the fields of `SpeculationConfig`.
+        settings: What defines the method, as JSON holds it: for ours the fields of `SpeculationConfig`
+            and of its options.
         repeats: The timed calls, in order.
         warmup_seconds: Of the untimed calls, setting up, compiling and capturing included; None without any.
         error: Why the case broke off: type and message of what was raised.

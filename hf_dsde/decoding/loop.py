@@ -104,7 +104,7 @@ class SpeculativeLoop:
     @property
     def probes_cost(self) -> bool:
         """Whether one round of this call runs without drafts, so that its statistics can judge what drafting brings."""
-        return self._config.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
+        return self._config.options.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -250,7 +250,7 @@ class SpeculativeLoop:
         """Leave finished rows out of further passes, when enough of them are in to be worth moving the caches."""
         rows = [row for row, on in enumerate(going_on) if on]
         places = len(self._target.live_rows)
-        if self._config.drop_finished_rows and rows and places - len(rows) >= places * DROPPED_SHARE:
+        if self._config.options.drop_finished_rows and rows and places - len(rows) >= places * DROPPED_SHARE:
             self._target.keep_rows(rows)
             self._drafter.keep_rows(rows)
             if self._log.costs is not None:

@@ -31,6 +31,7 @@ from hf_dsde.execution.spans import Span
 from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep, Signal
 from hf_dsde.utils.transfers import upload
+from hf_dsde.utils.tuning import tuning_of
 
 UNKNOWN_TOKEN_LOGIT = -1e4
 """Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
@@ -38,13 +39,6 @@ everything else leaves a distribution, and no NaN."""
 RECORDED_WIDTHS = (1, 2, 8, 32, 64)
 """A draft is fed one token per row, two behind a proposal, and more only when rounds without drafts lie behind it: any
 number, which shall not be another pass to record."""
-LONG_GAP = 8
-"""Tokens that a row may miss and still be caught up in the first pass of a proposal, whether it drafts or not. Whoever
-misses more is caught up when it drafts, by passes of its own: a probe in a few rows then does not cost what all rows
-have missed."""
-WIDE_PASS_TOKENS = 128
-"""In a batch of few rows, the first pass of a proposal takes in all that is missed if it has no more tokens than this,
-padding included: such a pass takes little longer than one of a token per row, where two passes take twice as long."""
 
 
 @dataclass
@@ -96,9 +90,12 @@ class ModelDrafter(Drafter):
         """Make a cache for the batch, or take over an earlier call's."""
         super().start(call)
         model, sequences = self.model, call.sequences
-        self._runner = create_runner(model, sequences.rows, call.capacity, call.config, RECORDED_WIDTHS)
+        self._runner = create_runner(
+            model, sequences.rows, call.capacity, call.config.options, call.config.runner, RECORDED_WIDTHS
+        )
         self._runner.cache.limit = call.cache_limit
         self._device = self._runner.device
+        self._tuning = tuning_of(self._device)
         self._vocabulary_size = call.vocabulary_size
         self._last_id = model.config.get_text_config(decoder=True).vocab_size - 1
         # The draft samples through the call's processors, as it should resemble the target.
@@ -237,7 +234,8 @@ class ModelDrafter(Drafter):
         lengths = sequences.length_counts
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         fits = [
-            drafts > 0 or (active and gap <= LONG_GAP and (self._context is None or length <= self._context))
+            drafts > 0
+            or (active and gap <= self._tuning.long_gap and (self._context is None or length <= self._context))
             for drafts, active, gap, length in zip(plan.length_counts, plan.active_rows, missing, lengths, strict=True)
         ]
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
@@ -246,7 +244,7 @@ class ModelDrafter(Drafter):
         if prepared is not None and max(missing[row] for row in rows) <= 2:
             return prepared
         if not self._is_one_pass(max(missing[row] for row in rows)):
-            self._store_missing(sequences, [row for row in rows if missing[row] > LONG_GAP])
+            self._store_missing(sequences, [row for row in rows if missing[row] > self._tuning.long_gap])
         width = max(lengths[row] - self._cached[row] for row in rows)
         tokens, positions = sequences.tail(width)
         if not all(fits):
@@ -256,7 +254,7 @@ class ModelDrafter(Drafter):
     def _is_one_pass(self, width: int) -> bool:
         """Whether a block of this width is better run at once than in parts."""
         tokens = len(self._runner.live_rows) * self._runner.padded_width(width)
-        return width <= RECORDED_WIDTHS[-1] and tokens <= WIDE_PASS_TOKENS
+        return width <= RECORDED_WIDTHS[-1] and tokens <= self._tuning.wide_pass_tokens
 
     def _store_missing(self, sequences: SequenceBatch, rows: Sequence[int]) -> bool:
         """Store all that rows miss but their last tokens, which the next step feeds; return whether there was any."""

@@ -12,12 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.cuda_graphs import Capture, CudaCapture
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.model_runner import EagerRunner, ModelRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.workspaces import workspace_key, workspaces
 from hf_dsde.execution.wrappers import innermost
 from hf_dsde.kernels.dispatch import ops_for
@@ -40,46 +40,47 @@ def create_runner(
     model: PreTrainedModel,
     rows: int,
     capacity: int,
-    config: SpeculationConfig,
+    options: RuntimeOptions,
+    runner: str | None = None,
     recorded_widths: tuple[int, ...] | None = None,
 ) -> ModelRunner:
-    """Return a runner for `model`: the one that `config.runner` names, or else the fastest that works.
+    """Return a runner for `model`: the one that is named, or else the fastest that works.
 
     Args:
         model: A decoder-only model in evaluation.
         rows: Number of sequences.
         capacity: Tokens per row the cache shall hold to begin with.
-        config: Names the runner. None takes `graph` on a CUDA device and `eager` elsewhere.
-        recorded_widths: Block widths that are recorded, ascending, where `config` names none; None for the runner's
-            own, which are fine.
+        options: How passes are run.
+        runner: `eager` or `graph`. None takes `graph` on a CUDA device and `eager` elsewhere.
+        recorded_widths: Block widths that are recorded, ascending; None for the runner's own, which are fine.
 
     Raises:
         ValueError: If recording was asked for by name and the model is not on a CUDA device.
     """
-    wanted = config.runner or ("graph" if can_record(model.device) else "eager")
+    wanted = runner or ("graph" if can_record(model.device) else "eager")
     if wanted == "eager":
-        return EagerRunner(model, rows, capacity, config)
+        return EagerRunner(model, rows, capacity, options)
     if not can_record(model.device):
         msg = (
             f"runner: {wanted!r} replays CUDA graphs, but {type(model).__name__} is on {model.device}. Move it to a "
             "CUDA device, or use SpeculationConfig(runner=None), which chooses what the device can do."
         )
         raise ValueError(msg)
-    fused = config.fused_layers and why_not_fused(model) is None
+    fused = options.fused_layers and why_not_fused(model) is None
     reason = why_not_recorded(model)
     if reason is None:
-        key = workspace_key(model, rows, config, fused)
+        key = workspace_key(model, rows, options, fused)
         state = None if key is None else key[1:]
         if fused and _failure(model, state) is not None:  # then its own forward pass may be recorded
             fused = False
-            key = workspace_key(model, rows, config, fused)
+            key = workspace_key(model, rows, options, fused)
             state = None if key is None else key[1:]
         reason = _failure(model, state)
     elif model.training:
         workspaces.release(model)  # whoever trains needs the memory
     if reason is not None:
         _warn(model, reason)
-        return EagerRunner(model, rows, capacity, config)
+        return EagerRunner(model, rows, capacity, options)
 
     def on_failure(failure: Exception) -> None:
         reason = f"recording failed with {type(failure).__name__}: {failure}"
@@ -90,12 +91,12 @@ def create_runner(
         model,
         rows,
         capacity,
-        config,
+        options,
         fused=FusedDecoder(model, ops_for(model.device), checked=True) if fused else None,
         key=key,
         make_capture=partial(capture_on, model.device),
         on_failure=on_failure,
-        widths=config.width_buckets or recorded_widths,
+        widths=recorded_widths,
     )
 
 

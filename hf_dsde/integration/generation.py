@@ -107,7 +107,7 @@ def generate_speculatively(
     drafter = drafter_for(model, assistant_model, generation_config, logits_processor, tokenizer, assistant_tokenizer)
     config = speculation.config
     if may_depend_on_rows(model) or drafter.depends_on_rows:  # then all rows stay in, each at its place
-        config = config.replace(drop_finished_rows=False)
+        config = config.replace(options=config.options.replace(drop_finished_rows=False))
     limit = length_limit(stopping_criteria, generation_config.max_length)
     sequences = SequenceBatch(
         input_ids,

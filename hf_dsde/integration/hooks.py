@@ -63,7 +63,7 @@ def _validate_generation_mode(
     assistant, *tokenizers = (
         generation_mode_kwargs.get(name) for name in ("assistant_model", "tokenizer", "assistant_tokenizer")
     )
-    packed_attention = speculation.config.packed_attention
+    packed_attention = speculation.config.options.packed_attention
     refusals.check_assistant(model, assistant, *tokenizers, packed_attention=packed_attention)
 
 
@@ -250,7 +250,7 @@ def generate(
         mode = GenerationMode.BEAM_SEARCH
     refusals.check_mode(mode, generation_config, {"assistant_model": assistant_model})
     speculation = Speculation.of(speculation_policy, speculation_config)
-    packed_attention = speculation.config.packed_attention
+    packed_attention = speculation.config.options.packed_attention
     refusals.check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, packed_attention=packed_attention)
     return generate_speculatively(
         model,

@@ -14,6 +14,7 @@ from hf_dsde.bench.methods import Answer, PolicyMethod, Request, pad_token, pars
 from hf_dsde.bench.peer_methods import PeerMethod
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding import cost_measurement
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.integration.hooks import enable
 from hf_dsde.pairs import encode
 
@@ -146,8 +147,10 @@ def test_a_base_configuration_keeps_the_arguments_of_its_own_policy():
     base = SpeculationConfig("static", {"num_draft_tokens": 7}, max_draft_length=9)
     assert parse_policy("static", base).config.policy_arguments == {"num_draft_tokens": 7}
     assert parse_policy("static:2", base).config.policy_arguments == {"num_draft_tokens": 2}
+    base = base.replace(options=RuntimeOptions(view_bucket=8))
     other = parse_policy("dsde", base, cost_probe=False).config
-    assert (other.policy_arguments, other.max_draft_length, other.cost_probe) == ({}, 9, False)
+    assert other.options == RuntimeOptions(view_bucket=8, cost_probe=False)
+    assert (other.policy_arguments, other.max_draft_length, other.options.cost_probe) == ({}, 9, False)
 
 
 @pytest.mark.parametrize("text", ["", "dsde@", "static:x", "nothing", "dsde:nothing=1", "dsde@nowhere"])

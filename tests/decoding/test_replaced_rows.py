@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from recorded import NotingCapture, recording  # noqa: F401 - a fixture
 from tiny_models import PAD, VOCABULARY, ragged_batch, tiny_model
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.spans import Span
 
 LENGTHS = [5, 2, 9]
@@ -69,7 +69,7 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
 @pytest.mark.parametrize("kind", ["eager", "graph"])
 def test_the_next_pass_sees_the_new_text(recording: list[NotingCapture], family: str, kind: str) -> None:  # noqa: F811
     model = tiny_model(family)
-    runner = create_runner(model, 3, 16, SpeculationConfig(runner=kind, view_bucket=4, prefill_chunk=5))
+    runner = create_runner(model, 3, 16, RuntimeOptions(view_bucket=4, prefill_chunk=5), kind)
     first, second = batch(LENGTHS), ragged_batch([13, 1], seed=4)["input_ids"]
     others = [second[0].tolist(), second[1, -1:].tolist()]
     with runner.active(), torch.no_grad():

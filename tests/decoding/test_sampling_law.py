@@ -14,12 +14,12 @@ import pytest
 import torch
 from sampled_law import PROMPT_MASK, PROMPTS, exact_law, pearson, toy_model
 from scipy import stats
+from tiny_calls import config_of
 from tiny_models import noisy_copy
 from tiny_policies import RandomLengths
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import hf_dsde
 from hf_dsde.decoding import verification
 from hf_dsde.decoding.candidates import CandidateBatch, Sampled
 from hf_dsde.decoding.processing.block_text import BlockText
@@ -40,7 +40,7 @@ RIGHT, WRONG = 1e-4, 1e-6
 """A right decoder's p-value lies above the first, a wrong one's below the second. Seeds are fixed, so that a test
 always passes or always fails."""
 ROWS = 4096
-CONFIG = hf_dsde.SpeculationConfig(view_bucket=8, max_draft_length=2)
+CONFIG = config_of(view_bucket=8, max_draft_length=2)
 """Drafts end well inside the tokens that are looked at: what follows a fully accepted draft has to be seen as well."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_calls import QUIET, assert_same_text, end_tokens, endless_model, pair, plain, speculative
+from tiny_calls import QUIET, assert_same_text, config_of, end_tokens, endless_model, pair, plain, speculative
 from tiny_models import AGREEMENT, ragged_batch, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import DynamicCache, PreTrainedModel
@@ -137,7 +137,7 @@ def test_caches_hold_the_text_after_every_round(
     expected = plain(target, inputs, max_new_tokens=16, **arguments)
     rounds = _watch_rounds(monkeypatch)
     policy = RandomLengths(4, seed=1, stop_probability=0.2)
-    output = speculative(target, draft, inputs, policy, QUIET.replace(view_bucket=4), max_new_tokens=16, **arguments)
+    output = speculative(target, draft, inputs, policy, config_of(QUIET, view_bucket=4), max_new_tokens=16, **arguments)
     assert_same_text(output, expected)
     texts = [output.sequences[row, max(lengths) - length :] for row, length in enumerate(lengths)]
     references = [(_teacher_forced(target, text), _teacher_forced(draft, text)) for text in texts]

@@ -19,6 +19,7 @@ import hf_dsde
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.graph_runner import GraphRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.packing import packed_bucket
 
 pytestmark = [
@@ -238,8 +239,8 @@ def compare_runners(model: PreTrainedModel, rounds: int, **settings: Any) -> Gra
 
     lengths = torch.tensor(random_lengths(12), device=CUDA)
     rows, longest = len(lengths), int(lengths.max())
-    eager = create_runner(model, rows, 64, SpeculationConfig(runner="eager"))
-    recorded = create_runner(model, rows, 64, SpeculationConfig(runner="graph", **settings))
+    eager = create_runner(model, rows, 64, RuntimeOptions(), "eager")
+    recorded = create_runner(model, rows, 64, RuntimeOptions(**settings), "graph")
     assert isinstance(recorded, GraphRunner)
     prompts = draw(3, VOCABULARY, rows, longest)
     active = torch.ones(rows, dtype=torch.bool, device=CUDA)
@@ -306,7 +307,7 @@ def test_passes_that_the_user_has_compiled_are_recorded_and_keep_the_text() -> N
     hf_dsde.enable(target)
     for model in (target, draft):
         model.compile(dynamic=False)
-    config = SpeculationConfig(fused_layers=False)
+    config = SpeculationConfig(options=RuntimeOptions(fused_layers=False))
     for recorded_now in (True, False):
         with warnings.catch_warnings():
             warnings.simplefilter("error", RunnerWarning)  # it would be run eagerly

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_calls import config_of
 from tiny_models import VOCABULARY, WINDOW, noisy_copy, ragged_batch, tiny_model
 from tiny_text import tiny_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -326,9 +327,7 @@ def test_attention_without_masks_is_refused_also_when_packing_is_switched_off() 
     """Packed attention stands in for whatever a model is set to, but not when the call forbids it."""
     model = tiny_model("llama")
     compat.set_attention_setting(model.config, "flash_attention_2")
-    message = message_of(
-        model=model, speculation_policy=None, speculation_config=SpeculationConfig(packed_attention=False)
-    )
+    message = message_of(model=model, speculation_policy=None, speculation_config=config_of(packed_attention=False))
     assert "attn_implementation='flash_attention_2'" in message
 
 
