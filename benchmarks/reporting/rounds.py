@@ -208,12 +208,3 @@ def import_seconds(results: Results) -> dict[str, str]:
     base = found["torch and transformers"]["median"]
     enabled = found["and hf_dsde.enable"]["median"]
     return {"import_base": f"{base:.1f}", "import_ours": f"{enabled - base:.1f}"}
-
-
-def draft_step_share(results: Results, names: tuple[str, ...], cell: Cell) -> str:
-    """A draft step over a plain step, as policies that weigh costs see it."""
-    one = results.measured(names, cell, "goodput")
-    case = None if one is None else one.case("goodput")
-    assert case is not None
-    assert case.statistics is not None
-    return f"{case.statistics['draft_step_seconds'] / case.statistics['plain_step_seconds']:.2f}"
