@@ -33,7 +33,7 @@ class SpeculationConfig:
         runner: How forward passes are run: `eager`, or `graph`, which records them as CUDA graphs. None takes `graph`
             on a CUDA device and `eager` elsewhere.
         verification: `padded`, where all rows have as many columns as the longest; `packed`, where the tokens of
-            all rows lie behind each other, which a recorded pass with fused layers can do; or `auto`, which takes what
+            all rows lie one after another, which a recorded pass with fused layers can do; or `auto`, which takes what
             costs less.
         costs: What passes cost, as `CostModel.to_dict` gives it, for policies that weigh cost against gain. None lets
             the first call of a pair and batch size measure it.

@@ -119,7 +119,7 @@ class BatchEngine:
     def _make_smaller(
         self, admission: Admission, unfinished: Sequence[Request], rows: int, reason: str
     ) -> Iterator[RejectedRow]:
-        """Halve the batch after memory ran out; texts that were under way begin anew."""
+        """Halve the batch after memory ran out; texts that were under way begin again."""
         for model in (self.model, self.draft):
             release_memory(model)
         gc.collect()
@@ -132,7 +132,7 @@ class BatchEngine:
         self.batch_size = max(rows // 2, 1)
         warnings.warn(
             f"Memory ran out with {rows} rows, so the batch has {self.batch_size} from now on; {len(unfinished)} texts "
-            f"begin anew. A batch_size of {self.batch_size} avoids this. ({reason})",
+            f"begin again. A batch_size of {self.batch_size} avoids this. ({reason})",
             BatchSizeWarning,
             stacklevel=2,
         )

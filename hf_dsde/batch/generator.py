@@ -71,7 +71,7 @@ class BatchGenerator(Fingerprinted):
             `speculation_config`, and `auto` where that is None too.
         speculation_config: Every other setting of speculation.
         batch_size: Rows of the batch, at least 1. Halved when the device runs out of memory.
-        max_new_tokens: The most tokens behind each prompt.
+        max_new_tokens: The most tokens after each prompt.
         stop_strings: Text or texts whose appearance ends generation.
         max_prompt_tokens: Longer prompts become errors; None leaves it to the models' context.
         column: The column that holds the prompts; None looks for `messages`, `prompt`, `text` and `input_ids`.
@@ -229,7 +229,7 @@ class BatchGenerator(Fingerprinted):
             dataset: A `Dataset`, an `IterableDataset`, any iterable of rows, or the path of a file of them.
             output: Path of a `.jsonl` or `.parquet` file.
             ordered: Whether the file is sorted by the rows' places in the end.
-            overwrite: Whether to start anew.
+            overwrite: Whether to start over.
             progress: Whether to show a bar; None shows it in terminals and notebooks.
 
         Raises:

@@ -108,7 +108,7 @@ class Method(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - most keep nothing
-        """Let go of what was kept between calls. A later call sets it up anew."""
+        """Let go of what was kept between calls. A later call sets it up again."""
 
 
 class PolicyMethod(Method):
@@ -196,7 +196,7 @@ def parse_policy(
     """
     body, at, named = text.partition("@")
     if at and not named:
-        raise ValueError(f"`policy` is {text!r}, but the name of a runner is needed behind the @: 'dsde@graph'.")
+        raise ValueError(f"`policy` is {text!r}, but the name of a runner is needed after the @: 'dsde@graph'.")
     runner = named or runner
     spec = PolicySpec.parse(re.sub(r"^static:(\d+)(?=$|\+)", r"static:num_draft_tokens=\1", body))
     base = base or SpeculationConfig()

@@ -56,7 +56,7 @@ class RepeatResult:
         seconds: Wall time of the call, prompts included.
         tokens: Generated tokens of all rows; up to each row's end token where texts may end.
         prefill_seconds: Of `seconds`, what the prompts took; None where the method does not tell.
-        past_end_tokens: Of `tokens`, those behind a row's first end token, when texts go on behind it.
+        past_end_tokens: Of `tokens`, those after a row's first end token, when texts go on after it.
         peak_memory_bytes: Most memory allocated on the device during the call; None on a CPU. It includes the models,
             and what methods of the cell keep between their calls.
         equal_rows: Rows whose tokens are those of plain `generate` in the same repeat; None for sampled texts, and

@@ -70,7 +70,7 @@ def bench_command(
         list[str] | None,
         typer.Option(
             "--policy",
-            help="NAME, static:4, NAME:ARGUMENT=VALUE,..., with +fill behind it to draft as many in every row as "
+            help="NAME, static:4, NAME:ARGUMENT=VALUE,..., with +fill after it to draft as many in every row as "
             "in the longest, and @RUNNER at the end for a runner of its own. Repeat for several.",
             show_default="dsde",
         ),

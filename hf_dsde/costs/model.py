@@ -74,9 +74,9 @@ class BatchCosts:
     Attributes:
         draft_step: Seconds of one draft step; 0 where drafts are free, or not timed yet.
         verify: Seconds of the target's pass, by columns per row.
-        overhead: Seconds a round takes besides.
-        resumption: Seconds that drafting takes besides behind rounds without drafts, all of whose tokens the draft has
-            missed; 0 until it has been seen.
+        overhead: Extra seconds of a round, beyond both.
+        resumption: Extra seconds of the first round with drafts after rounds without, in which the draft reads the
+            tokens that it missed; 0 until it has been seen.
     """
 
     draft_step: float

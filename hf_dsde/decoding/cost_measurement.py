@@ -84,7 +84,7 @@ def measure_costs(target: ModelRunner, drafter: Drafter, max_draft_length: int, 
         longest: Tokens in the longest row's cache.
 
     Returns:
-        Seconds per pass. What a round costs besides is learnt from rounds.
+        Seconds per pass. What a round costs in addition is learnt from rounds.
     """
     widths = [width for width in MEASURED_WIDTHS if width <= max_draft_length + 1]
     verify = CostCurve(tuple(widths), tuple(pass_seconds(target, width, longest) for width in widths))

@@ -62,7 +62,7 @@ class SpeculativeLoop:
         statistics: Counts rounds.
         do_sample: Sample if True, decode greedily otherwise.
         config: Everything else that can be set.
-        recording: Where scores and logits go, when the output shall have them.
+        recording: Where scores and logits go, when the output is to have them.
         feed: Takes tokens as soon as they are certain.
     """
 

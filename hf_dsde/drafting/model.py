@@ -37,8 +37,8 @@ UNKNOWN_TOKEN_LOGIT = -1e4
 """Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
 everything else leaves a distribution, and no NaN."""
 RECORDED_WIDTHS = (1, 2, 8, 32, 64)
-"""A draft is fed one token per row, two behind a proposal, and more only when rounds without drafts lie behind it: any
-number, which shall not be another pass to record."""
+"""A draft is fed one token per row, two after a proposal, and more only when rounds without drafts came before it: any
+number, which must not be another pass to record."""
 
 
 @dataclass
@@ -182,7 +182,7 @@ class ModelDrafter(Drafter):
             scores = self._process(logits[:, None], sequences, counts, offset=position)[:, 0]
             tokens, probs = choose(scores, self.call.do_sample)
             if self._process.needs_history:
-                sequences.write_behind(tokens[:, None].to(sequences.device), offset=position)
+                sequences.write_drafts(tokens[:, None].to(sequences.device), offset=position)
             step = DraftStep(position, tokens, logits, scores, drafting)
             proposal.add(step, probs, monitor.signals)
             drafted = drafted + drafting
@@ -205,7 +205,7 @@ class ModelDrafter(Drafter):
             return None
         tokens, positions = sequences.tail(2)
         positions = positions.masked_fill(~going_on[:, None], -1)
-        self._staged = self._runner.stage(self._known(tokens), positions, longest, keep=1)
+        self._staged = self._runner.stage(self._clamp_to_vocabulary(tokens), positions, longest, keep=1)
         return StagedStep(self._feed_staged, beside=self._runner.replays)
 
     def _feed_staged(self) -> None:
@@ -230,7 +230,7 @@ class ModelDrafter(Drafter):
         self._caught_up = []
 
     def _catch_up(self, sequences: SequenceBatch, plan: RoundPlan) -> Tensor:
-        """Feed what each row misses up to its last token; return the logits behind it, `[rows, vocabulary]`."""
+        """Feed what each row misses up to its last token; return the logits after it, `[rows, vocabulary]`."""
         lengths = sequences.length_counts
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         fits = [
@@ -243,7 +243,7 @@ class ModelDrafter(Drafter):
         rows = [row for row, fit in enumerate(fits) if fit]
         if prepared is not None and max(missing[row] for row in rows) <= 2:
             return prepared
-        if not self._is_one_pass(max(missing[row] for row in rows)):
+        if not self._fits_first_pass(max(missing[row] for row in rows)):
             self._store_missing(sequences, [row for row in rows if missing[row] > self._tuning.long_gap])
         width = max(lengths[row] - self._cached[row] for row in rows)
         tokens, positions = sequences.tail(width)
@@ -251,8 +251,8 @@ class ModelDrafter(Drafter):
             positions = positions.masked_fill(~upload(fits, positions.device)[:, None], -1)
         return self._last_logits(tokens, positions, max(lengths[row] for row in rows))
 
-    def _is_one_pass(self, width: int) -> bool:
-        """Whether a block of this width is better run at once than in parts."""
+    def _fits_first_pass(self, width: int) -> bool:
+        """Whether catching up can share the first draft pass."""
         tokens = len(self._runner.live_rows) * self._runner.padded_width(width)
         return width <= RECORDED_WIDTHS[-1] and tokens <= self._tuning.wide_pass_tokens
 
@@ -266,7 +266,7 @@ class ModelDrafter(Drafter):
         spans = [span for span in spans if span.count > 0]
         if not spans:
             return False
-        self._runner.store(spans, self._known(sequences.tokens_at(spans)))
+        self._runner.store(spans, self._clamp_to_vocabulary(sequences.tokens_at(spans)))
         for span in spans:
             self._cached[span.row] = span.end
         return True
@@ -277,14 +277,14 @@ class ModelDrafter(Drafter):
         """Get a draft step ready that feeds the tokens of the one before."""
         slots = (ends + position - 1).masked_fill(~drafting, -1)
         longest = max(sequences.length_counts) + position
-        return self._runner.stage(self._known(tokens[:, None]), slots[:, None], longest, keep=1)
+        return self._runner.stage(self._clamp_to_vocabulary(tokens[:, None]), slots[:, None], longest, keep=1)
 
     def _last_logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Run a block; return the logits behind each row's last token, `[rows, vocabulary]`."""
-        return self._align(self._runner.forward(self._known(tokens), positions, longest, keep=1)[:, 0])
+        """Run a block; return the logits after each row's last token, `[rows, vocabulary]`."""
+        return self._align(self._runner.forward(self._clamp_to_vocabulary(tokens), positions, longest, keep=1)[:, 0])
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Replace ids that the draft has no embedding for. It guesses worse behind them; the output stays exact."""
+    def _clamp_to_vocabulary(self, tokens: Tensor) -> Tensor:
+        """Map ids outside the draft's vocabulary to its last id. That costs acceptance, never exactness."""
         return tokens.clamp_max(self._last_id)
 
     def _align(self, logits: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def generate(
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     **kwargs: Any,
 ) -> SpeculativeGenerateOutput | Tensor:
-    """A decoding method for `model.generate(custom_generate=...)`, for models that shall not be enabled.
+    """A decoding method for `model.generate(custom_generate=...)`, for models that must not be enabled.
 
     `generate` hands a custom method neither the assistant nor the streamer, so the assistant has to be bound:
 

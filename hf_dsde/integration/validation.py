@@ -133,7 +133,7 @@ def check_assistant(
     *,
     packed_attention: bool,
 ) -> None:
-    """Refuse a target, or what shall draft for it in `generate`, if they cannot work together here.
+    """Refuse a target, or what is to draft for it in `generate`, if they cannot work together here.
 
     Args:
         target: The target.
@@ -350,7 +350,7 @@ def _check_rotary_scaling(model: PreTrainedModel, max_length: int) -> None:
         if max_length > limit:
             _refuse(
                 f"rope_type='{kind}' and max_length={max_length}",
-                f"its frequencies change behind {limit} tokens, and cached keys would not be those of plain decoding. "
+                f"its frequencies change after {limit} tokens, and cached keys would not be those of plain decoding. "
                 f"Keep prompt and new tokens within {limit} (max_new_tokens). " + PLAIN,
             )
 

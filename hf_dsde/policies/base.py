@@ -1,7 +1,7 @@
 """The contract between the decoding loop and whatever decides how many tokens a sequence drafts.
 
 A policy is asked twice. Before a round it may fix a draft length per row (`draft_lengths`); inside a round it may
-say, after each draft token, which rows shall stop *after* that token (`should_stop`). It can never take a token
+say, after each draft token, which rows stop *after* that token (`should_stop`). It can never take a token
 back: dropping a token because of its own value would make the output follow another law than the target's.
 Whatever a policy answers, the output is exact; a policy only decides how fast.
 """
@@ -175,7 +175,7 @@ class RoundOutcome:
             float32. None unless `Signal.CONFIDENCE` was required.
         acceptance: Probability that the target accepts a token drawn there, `sum_x min(p(x), q(x))` of the processed
             distributions, shape `[rows, width]`, float32; when greedy, 1 or 0. Only for tested positions, up
-            to the first rejected token: those behind it hold anything. None unless `Signal.ACCEPTANCE` was required.
+            to the first rejected token: those after it hold anything. None unless `Signal.ACCEPTANCE` was required.
         next_entropy: Entropy of the target's raw distribution at temperature 1 that the round's last token, a
             correction or the bonus, was chosen from, shape `[rows]`, float32, nats. None unless `Signal.NEXT_TOKEN` was
             required.
@@ -207,7 +207,7 @@ class RoundOutcome:
 class StoppingPolicy(ABC):
     """Decides how many tokens each sequence drafts. One instance serves one call of `generate` at a time.
 
-    Subclasses keep their state in tensors on `BatchInfo.device`, with one entry per row, and create it anew in
+    Subclasses keep their state in tensors on `BatchInfo.device`, with one entry per row, and make it afresh in
     `start`: two equal calls must behave equally. They never synchronise with the host.
     """
 
@@ -222,11 +222,11 @@ class StoppingPolicy(ABC):
 
     @abstractmethod
     def draft_lengths(self) -> Tensor:
-        """The most tokens each row shall draft in the next round, shape `[rows]`, int64, at least 0.
+        """The most tokens each row may draft in the next round, shape `[rows]`, int64, at least 0.
 
         The loop lowers it further where a row's remaining budget or context is shorter, and ignores it for rows
-        that have finished. On a GPU, behind rounds in which nobody drafted, another one may already be under way:
-        what is wanted is then done behind it, and the policy does not observe it.
+        that have finished. On a GPU, after rounds in which nobody drafted, another one may already be under way:
+        what is wanted is then done after it, and the policy does not observe it.
         """
 
     def should_stop(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - part of the contract

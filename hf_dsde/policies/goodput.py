@@ -75,7 +75,7 @@ class _Arithmetic(NamedTuple):
         probing: Tensor,
         tokens: Tensor,
     ) -> _State:
-        """The state behind a round.
+        """The state after a round.
 
         Args:
             drafted: As in `RoundOutcome`.
@@ -112,7 +112,7 @@ class _Arithmetic(NamedTuple):
         return times[min(1, self.longest)] - times[0] + resumption
 
     def _followed(self, acceptance: Tensor, tokens: Tensor, judged: Tensor, gained: Tensor) -> tuple[Tensor, Tensor]:
-        """The acceptance probability behind a round, and the judged tokens that it rests on."""
+        """The acceptance probability after a round, and the judged tokens that it rests on."""
         rate = gained / judged.clamp_min(1)
         if self.memory_tokens:
             # An average of weight 1 - decay per round, once there are tokens enough for it.
@@ -152,7 +152,7 @@ class GoodputPolicy(StoppingPolicy):
             Published code: 0.
         estimator: "tested" counts accepted tokens over those that were judged, the first rejected one included, which
             is unbiased if all tokens are alike. "drafted" counts them over all drafted ones, as the published code
-            does; it takes the tokens behind a rejection for rejected, and the more of them there are the lower it gets.
+            does; it takes the tokens after a rejection for rejected, and the more of them there are the lower it gets.
     """
 
     name = "goodput"

@@ -40,7 +40,7 @@ class RowRecord(RowState):
         accepted: Labels of tested tokens, decayed, shape `[rows]`, float32.
         tested: How many, decayed, shape `[rows]`, float32.
         residual: Labels minus predictions, decayed, shape `[rows]`, float32.
-        next_entropy: Of the target behind the last token, shape `[rows]`, float32.
+        next_entropy: Of the target after the last token, shape `[rows]`, float32.
         next_probability: Of the last token under the target, shape `[rows]`, float32.
         all_accepted: 1 where the last round's drafts were all accepted, shape `[rows]`, float32.
         active: Rows that were going on in the last round, shape `[rows]`, bool.
@@ -362,7 +362,7 @@ def padded_block(features: Sequence[Tensor], width: int) -> Tensor:
 
 
 def _decide(gain: Tensor, cost: Tensor, length: Tensor, probes: Probes) -> tuple[Tensor, Probes]:
-    """Whether a token behind `length` drafted ones is drafted, because it pays, or as a probe; and the probes then."""
+    """Whether a token after `length` drafted ones is drafted, because it pays, or as a probe; and the probes then."""
     pays = gain > cost
     probed = ~pays & (probes.budget >= cost) & (probes.price == 0)
     return pays | probed, Probes(

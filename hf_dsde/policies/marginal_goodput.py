@@ -204,7 +204,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self._draft = []
 
     def _cost(self, length: int) -> Tensor:
-        """Plain steps that a token behind `length` drafted ones takes; less than nothing when it is drafted anyway."""
+        """Plain steps that a token after `length` drafted ones takes; less than nothing when it is drafted anyway."""
         forced = self._rounds < self._warmup_rounds and length < min(WARMUP_LENGTH, self._longest)
         return self._anyway if forced else self._table.steps[length]
 

@@ -108,7 +108,7 @@ def record_trace(
         max_new_tokens: Limit of every answer.
         batch_size: Prompts per batch.
         draft_length: Tokens drafted per round.
-        seed: Of the sampling and of the draws of `residual_draft_probability`; each batch starts from it anew, offset
+        seed: Of the sampling and of the draws of `residual_draft_probability`; each batch starts from it again, offset
             by its first sequence, so that what a batch brings does not depend on the batches before it.
         tokens: Whether token ids are written.
         mantissa_bits: How precisely the float columns are stored; see `hf_dsde.trace.writer.round_mantissa`.

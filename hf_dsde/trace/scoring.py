@@ -85,7 +85,7 @@ def score_answers(
     width = max(1, POSITIONS_AT_ONCE // len(texts))
     for first in range(0, longest, width):
         index = torch.arange(first, min(first + width, longest), device=device)
-        # The token at a place is decided by the logits behind the one before it.
+        # The token at a place is decided by the logits after the one before it.
         slots = prompts[:, None] - 1 + index
         real = slots + 1 < lengths[:, None]
         row, column = real.nonzero(as_tuple=True)

@@ -57,7 +57,7 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
     block = torch.full((3, int(left.max())), 9)
     sequences.append(block, left)
     sequences.synchronise(sequences.generated.tolist(), block)
-    sequences.write_behind(torch.full((3, 3), 8))
+    sequences.write_drafts(torch.full((3, 3), 8))
     tokens, positions = sequences.tail(40)
     for row, expected in enumerate(texts):
         assert tokens[row][positions[row] >= 0].tolist() == expected + [9] * int(left[row])

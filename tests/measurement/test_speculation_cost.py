@@ -74,13 +74,13 @@ def test_draft_tokens_reach_the_sequences_only_where_processors_look_for_them(
 ) -> None:
     """The two may live on different devices (transformers #35099)."""
     offsets: list[int] = []
-    write = SequenceBatch.write_behind
+    write = SequenceBatch.write_drafts
 
     def counted(self: SequenceBatch, tokens: torch.Tensor, offset: int = 0) -> None:
         offsets.append(offset)
         write(self, tokens, offset)
 
-    monkeypatch.setattr(SequenceBatch, "write_behind", counted)
+    monkeypatch.setattr(SequenceBatch, "write_drafts", counted)
     target, draft = pair(agreement="full")
     output = speculative(target, draft, INPUTS, hf_dsde.StaticPolicy(4), max_new_tokens=5, **options)
     assert len(output.speculation_statistics.rounds) == 1
