@@ -31,10 +31,12 @@ class PassResult:
 
     Attributes:
         logits: `[rows, width, vocabulary]`, float32.
+        hidden: Hidden states of the layers that the runner was made for, `[rows, width, H]` each.
         packed_tokens: Tokens in the pass, when it was packed; None when it was padded.
     """
 
     logits: Tensor
+    hidden: tuple[Tensor, ...] = ()
     packed_tokens: int | None = None
 
 
@@ -84,9 +86,9 @@ class VerificationPass:
             total = sum(counts.tolist() if host_counts is None else host_counts)
             size = packed_bucket(total)
             if self._packing_pays(size, tokens.shape[1]):
-                return lambda: PassResult(self._runner.forward_packed(tokens, positions, counts, size, longest), size)
+                return lambda: PassResult(*self._runner.forward_packed(tokens, positions, counts, size, longest), size)
         padded = self._runner.stage(tokens, positions, longest)
-        return lambda: PassResult(padded())
+        return lambda: PassResult(*padded())
 
     def _padded_tokens(self, width: int) -> int:
         return len(self._runner.live_rows) * self._runner.padded_width(width)

@@ -26,6 +26,7 @@ from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import pass_seconds
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.spans import Span
 from hf_dsde.execution.streams import SideStream
 from hf_dsde.policies import DraftStep, Signal, StoppingPolicy
@@ -109,7 +110,7 @@ class ModelDrafter(Drafter):
         self._context = compat.context_length(model)
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
-        self._staged: Callable[[], Tensor] | None = None
+        self._staged: Callable[[], PassOutput] | None = None
         self._prepared: Tensor | None = None
 
     @property
@@ -176,10 +177,10 @@ class ModelDrafter(Drafter):
         logits = self._catch_up(sequences, plan)
         ends = sequences.lengths.to(self._device)
         flag = StopFlag()
-        following: Callable[[], Tensor] | None = None
+        following: Callable[[], PassOutput] | None = None
         for position in range(plan.width):
             if following is not None:
-                logits = self._align(following()[:, 0])
+                logits = self._align(following().logits[:, 0])
             counts = [int(position < length) for length in plan.length_counts]
             scores = self._process(logits[:, None], sequences, counts, offset=position)[:, 0]
             tokens, probs = choose(scores, self._do_sample)
@@ -218,7 +219,7 @@ class ModelDrafter(Drafter):
         if staged is None:
             return
         with side.beside() if self._runner.replays else nullcontext():
-            self._prepared = self._align(staged()[:, 0])
+            self._prepared = self._align(staged().logits[:, 0])
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Note how much of each row's cache holds text: what was caught up, and the draft tokens that were accepted.
@@ -273,7 +274,7 @@ class ModelDrafter(Drafter):
 
     def _stage(
         self, sequences: SequenceBatch, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[[], PassOutput]:
         """Get a draft step ready that feeds the tokens of the one before."""
         slots = (ends + position - 1).masked_fill(~drafting, -1)
         longest = max(sequences.length_counts) + position
@@ -281,7 +282,7 @@ class ModelDrafter(Drafter):
 
     def _last_logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Run a block; return the logits behind each row's last token, `[rows, vocabulary]`."""
-        return self._align(self._runner.forward(self._known(tokens), positions, longest, keep=1)[:, 0])
+        return self._align(self._runner.forward(self._known(tokens), positions, longest, keep=1).logits[:, 0])
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Replace ids that the draft has no embedding for. It guesses worse behind them; the output stays exact."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +21,26 @@ from hf_dsde import compat
 PACKED_ATTENTION = "hf_dsde_packed_gqa"
 MASKABLE_IMPLEMENTATIONS = ("sdpa", "eager")
 """Implementations that read an arbitrary mask, and so can serve a model that packed attention does not reproduce."""
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one kind of layer looks back.
+
+    Attributes:
+        kind: The layer type in transformers' words, such as `sliding_attention`.
+        window: Tokens a query sees, itself included; None for all.
+    """
+
+    kind: str
+    window: int | None
+
+
+def attention_kinds(model: PreTrainedModel) -> list[LayerAttention]:
+    """Return the distinct kinds of attention among the model's layers."""
+    config = model.config.get_text_config(decoder=True)
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    return [LayerAttention(kind, windows[kind]) for kind in dict.fromkeys(compat.layer_types(config))]
 
 
 def visible_slots(positions: Tensor, view: int, window: int | None = None) -> Tensor:

@@ -42,6 +42,7 @@ def create_runner(
     capacity: int,
     config: SpeculationConfig,
     recorded_widths: tuple[int, ...] | None = None,
+    hidden_layers: tuple[int, ...] = (),
 ) -> ModelRunner:
     """Return a runner for `model`: the one that `config.runner` names, or else the fastest that works.
 
@@ -52,13 +53,16 @@ def create_runner(
         config: Names the runner. None takes `graph` on a CUDA device and `eager` elsewhere.
         recorded_widths: Block widths that are recorded, ascending, where `config` names none; None for the runner's
             own, which are fine.
+        hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
 
     Raises:
-        ValueError: If recording was asked for by name and the model is not on a CUDA device.
+        ValueError: If recording was asked for by name and the model is not on a CUDA device, or if the model lacks one
+            of the layers.
     """
+    eager = partial(EagerRunner, model, rows, capacity, config, hidden_layers=hidden_layers)
     wanted = config.runner or ("graph" if can_record(model.device) else "eager")
     if wanted == "eager":
-        return EagerRunner(model, rows, capacity, config)
+        return eager()
     if not can_record(model.device):
         msg = (
             f"runner: {wanted!r} replays CUDA graphs, but {type(model).__name__} is on {model.device}. Move it to a "
@@ -79,7 +83,7 @@ def create_runner(
         workspaces.release(model)  # whoever trains needs the memory
     if reason is not None:
         _warn(model, reason)
-        return EagerRunner(model, rows, capacity, config)
+        return eager()
 
     def on_failure(failure: Exception) -> None:
         reason = f"recording failed with {type(failure).__name__}: {failure}"
@@ -91,11 +95,12 @@ def create_runner(
         rows,
         capacity,
         config,
-        fused=FusedDecoder(model, ops_for(model.device), checked=True) if fused else None,
+        fused=FusedDecoder(model, ops_for(model.device), checked=True, hidden_layers=hidden_layers) if fused else None,
         key=key,
         make_capture=partial(capture_on, model.device),
         on_failure=on_failure,
         widths=config.width_buckets or recorded_widths,
+        hidden_layers=hidden_layers,
     )
 
 

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.block_buffers import BlockBuffers
-from hf_dsde.execution.cuda_graphs import Body, Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
+from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
 from hf_dsde.execution.packing import PackedTokens
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recording_key import Key, is_compiled
 from hf_dsde.execution.spans import Span, flat_places, portions, total_count
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, workspaces
@@ -61,10 +62,12 @@ class GraphRunner(EagerRunner):
         rows: As for any runner.
         capacity: As for any runner.
         config: As for any runner.
-        fused: Runs the model's layers with fewer kernels; None to record the model's own forward pass.
+        fused: Runs the model's layers with fewer kernels, and returns the same hidden states; None to record the
+            model's own forward pass.
         key: What has to be equal for what an earlier call has recorded to be used; None to record everything.
         make_capture: Called when there is no workspace to reuse; returns what records passes.
         widths: Block widths that are recorded, ascending; None for those of any runner.
+        hidden_layers: As for any runner.
         on_failure: Called with the exception of a pass that could not be recorded; the runner then goes on eagerly.
     """
 
@@ -80,8 +83,9 @@ class GraphRunner(EagerRunner):
         make_capture: Callable[[], Capture],
         on_failure: Callable[[Exception], None],
         widths: tuple[int, ...] | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config)
+        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config, hidden_layers=hidden_layers)
         self._compiles = is_compiled(model)
         self._width_buckets = widths or self._width_buckets
         self._fused = fused
@@ -117,7 +121,11 @@ class GraphRunner(EagerRunner):
     def recorded(self, width: int, longest: int) -> bool:
         """As for any runner; of passes that keep all logits."""
         possible = self._recording and self.cache.is_allocated and longest <= self.cache.capacity
-        return possible and (*self._shape(width, None), self._reach(longest)) in self._workspace.passes
+        return possible and self._key(self._shape(width, None), self._reach(longest)) in self._workspace.passes
+
+    def _key(self, shape: tuple[Any, ...], reach: int) -> tuple[Any, ...]:
+        """What a pass is recorded under."""
+        return *shape, reach, self.hidden_layers
 
     def _shape(self, width: int, keep: int | None) -> tuple[Any, ...]:
         """What tells recorded padded passes apart, beside the bound on lengths."""
@@ -129,7 +137,9 @@ class GraphRunner(EagerRunner):
         if self._config.keep_memory and self._recording:
             workspaces.give_back(self.model, self._workspace)
 
-    def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
+    def stage(
+        self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None
+    ) -> Callable[[], PassOutput]:
         """As for any runner: what is left to do is one launch, and a copy of the result."""
         width = tokens.shape[1]
         shape = self._shape(width, keep)
@@ -142,14 +152,13 @@ class GraphRunner(EagerRunner):
             entry.choice = self._choices
         live = self._live_index  # rows may leave before the block is run
 
-        def run() -> Tensor:
+        def run() -> PassOutput:
             entry.replay()
-            logits = entry.replay.output[:, -(keep or width) :]
-            return self._of_everyone(logits.to(torch.float32, copy=True), live)
+            return self._shown(entry.replay.output, keep or width, live, copied=True)
 
         return run
 
-    def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
+    def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> PassOutput:
         """As for any runner; `packs` says whether it can."""
         if not self.packs:
             return super().forward_packed(tokens, positions, counts, size, longest)
@@ -162,47 +171,44 @@ class GraphRunner(EagerRunner):
         for name in ("tokens", "rows", "positions", "starts", "counts"):
             getattr(entry.block, name).copy_(getattr(packed, name))
         entry.replay()
-        return entry.replay.output[packed.unpacked].float()
+        logits, hidden = entry.replay.output.map(lambda states: states[packed.unpacked])
+        return PassOutput(logits.float(), hidden)
 
-    def _store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+    def _store(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
         """As for any runner; by flat passes when the fused decoder runs."""
-        taken = 0
-        for part in portions(spans, self._config.prefill_chunk):
-            count = total_count(part)
-            if not self.packs:
-                super()._store(part, tokens[taken : taken + count])
-            else:
-                self._store_flat(part, tokens[taken : taken + count])
-            taken += count
+        parts = portions(spans, self._config.prefill_chunk)
+        hidden = []
+        for part, its_tokens in zip(parts, tokens.split(list(map(total_count, parts))), strict=True):
+            hidden.append(self._store_flat(part, its_tokens) if self.packs else super()._store(part, its_tokens))
+        return hidden[0] if len(hidden) == 1 else tuple(torch.cat(states) for states in zip(*hidden, strict=True))
 
-    def _store_flat(self, spans: Sequence[Span], tokens: Tensor) -> None:
+    def _store_flat(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
         """Store what fits into one pass; a recorded one if launches would take longer than the device."""
         longest = max(span.end for span in spans)
         try:
             if len(tokens) > STORED_SIZES[-1]:
-                self._store_eagerly(spans, tokens, longest)
-                return
+                return self._store_eagerly(spans, tokens, longest)
             if not self.cache.is_allocated:
                 self._allocate()
         except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
             self._give_up(failure)
         entry = self._entry(("store", next_bucket(len(tokens), STORED_SIZES)), longest) if self.packs else None
         if entry is None:
-            super()._store(spans, tokens)
-            return
+            return super()._store(spans, tokens)
         assert entry.block is not None
         for name, values in self._flat_block(spans, tokens, entry.block.max_count).items():
             getattr(entry.block, name).copy_(values)
         entry.replay()
+        return tuple(states[: len(tokens)].clone() for states in entry.replay.output.hidden)
 
-    def _store_eagerly(self, spans: Sequence[Span], tokens: Tensor, longest: int) -> None:
+    def _store_eagerly(self, spans: Sequence[Span], tokens: Tensor, longest: int) -> tuple[Tensor, ...]:
         """Store tokens by the fused layers, launched one by one."""
         self._make_room(longest)
         assert self._fused is not None
         whole_row = spans[0].row if len(spans) == 1 and spans[0].start == 0 else None
         tensors = self._flat_block(spans, tokens, len(tokens))
         block = TokenBlock(**tensors, max_count=max(span.count for span in spans), whole_row=whole_row)
-        self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
+        return self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
 
     def _allocate(self) -> None:
         """Give the cache its buffers, by a pass over no token: only the model knows what it stores."""
@@ -251,7 +257,7 @@ class GraphRunner(EagerRunner):
         self._make_room(longest)
         reach = self._reach(longest)
         try:
-            return self._workspace.passes.get((*shape, reach), lambda: self._record(shape, reach))
+            return self._workspace.passes.get(self._key(shape, reach), lambda: self._record(shape, reach))
         except Exception as failure:  # noqa: BLE001 - whatever a model's code or the device has against recording
             self._give_up(failure)
             return None
@@ -293,7 +299,7 @@ class GraphRunner(EagerRunner):
         columns = torch.arange(rows * width, device=self.device).view(rows, width)
         keep = None if kept == width else columns[:, -kept:].flatten()
         forward = self._fused_forward(block, reach, keep)
-        replay = self._workspace.capture(lambda: forward().view(rows, kept, -1))
+        replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
         return RecordedPass(replay, buffers, block, keep, self._choices)
 
     def _record_packed(self, size: int, widest: int, reach: int) -> RecordedPass:
@@ -306,9 +312,8 @@ class GraphRunner(EagerRunner):
         assert fused is not None
         block = self._fused_block(size, size, buffers)
 
-        def body() -> Tensor:
-            fused.store(block, cache, reach)
-            return block.tokens  # a recording has to have a result
+        def body() -> PassOutput:
+            return PassOutput(block.tokens[:0], fused.store(block, cache, reach))
 
         return RecordedPass(self._workspace.capture(body), buffers, block)
 
@@ -322,22 +327,22 @@ class GraphRunner(EagerRunner):
             max_count=widest,
         )
 
-    def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Body:
+    def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Callable[[], PassOutput]:
         """Return the model's own forward pass, with the masks that it needs."""
 
-        def body() -> Tensor:
+        def body() -> PassOutput:
             # Weights that autocast has cast for whoever called may be gone when this is replayed.
             torch.clear_autocast_cache()
             buffers.masks.clear()
             self._fill_masks(buffers, view)
             self.cache.aim(buffers.positions, view)
-            logits = self._execute(buffers, kept)
+            output = self._execute(buffers, kept)
             torch.clear_autocast_cache()
-            return logits
+            return output
 
         return body
 
-    def _fused_forward(self, block: TokenBlock, reach: int, keep: Tensor | None) -> Body:
+    def _fused_forward(self, block: TokenBlock, reach: int, keep: Tensor | None) -> Callable[[], PassOutput]:
         fused, cache = self._fused, self.cache
         assert fused is not None
         return lambda: fused(block, cache, reach, keep)

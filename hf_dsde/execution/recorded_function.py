@@ -53,7 +53,7 @@ class RecordedFunction:
         self._signature: list[tuple[torch.Size, torch.dtype]] = []
         self._arguments: list[Tensor] = []
         self._results: list[tuple[torch.Size, torch.dtype]] = []
-        self._replay: Replay | None = None
+        self._replay: Replay[Tensor] | None = None
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         """Return what the function returns, in tensors that nothing else writes to."""

@@ -17,6 +17,7 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, Replay
 from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recording_key import Key, recording_key
 from hf_dsde.execution.torch_modes import lasting
 from hf_dsde.kernels.block import TokenBlock
@@ -37,7 +38,7 @@ class RecordedPass:
         choice: Number of the choice of rows that a padded `block` holds now.
     """
 
-    replay: Replay
+    replay: Replay[PassOutput]
     buffers: BlockBuffers
     block: TokenBlock | None = None
     keep: Tensor | None = None
@@ -61,7 +62,7 @@ class Workspace:
     cache: RaggedCache
     passes: CapturedPasses[RecordedPass]
     capture: Capture
-    anchor: Replay | None = None
+    anchor: Replay[Tensor] | None = None
 
     @property
     def costs(self) -> RecordingCosts:

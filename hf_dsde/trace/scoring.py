@@ -115,7 +115,7 @@ class _Scorer:
         slots = slots.to(self._tokens.device)
         block = self._tokens.gather(1, slots.clamp_min(0))
         with self._runner.active():
-            logits = self._runner.forward(block, slots, longest=self._tokens.shape[1]).to(self._device)
+            logits = self._runner.forward(block, slots, longest=self._tokens.shape[1]).logits.to(self._device)
         missing = self._vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=UNKNOWN_TOKEN_LOGIT)

@@ -80,7 +80,7 @@ def test_the_next_pass_sees_the_new_text(recording: list[NotingCapture], family:
         runner.store(replaced, torch.tensor([token for prompt in others for token in prompt[:-1]]))
         last = torch.tensor([others[1][-1:], first.tail(1)[0][1].tolist(), others[0][-1:]])
         positions = torch.tensor([[0], [LENGTHS[1] - 1], [12]])
-        logits = runner.forward(last, positions, longest=13)[:, -1]
+        logits = runner.forward(last, positions, longest=13).logits[:, -1]
     texts = [others[1], first.tail(2)[0][1].tolist(), others[0]]
     for row, expected in enumerate(texts):
         with torch.no_grad():

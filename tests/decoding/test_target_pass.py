@@ -24,6 +24,7 @@ from hf_dsde.decoding.cost_measurement import MEASURED_WIDTHS, token_costs
 from hf_dsde.decoding.target_pass import LARGE_BATCH, LEAST_GAIN, PassResult, VerificationPass
 from hf_dsde.execution.model_runner import WIDTH_BUCKETS, next_bucket
 from hf_dsde.execution.packing import packed_bucket
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.measurement.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.policies import Signal
 from hf_dsde.policies.base import PhaseTimes
@@ -50,15 +51,15 @@ class FakeRunner:
     def padded_width(self, width: int) -> int:
         return next_bucket(width, WIDTH_BUCKETS)
 
-    def stage(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> Callable[[], torch.Tensor]:
+    def stage(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> Callable[[], PassOutput]:
         self.calls.append(("padded", tokens.shape[1], longest))
-        return lambda: tokens
+        return lambda: PassOutput(tokens)
 
     def forward_packed(
         self, tokens: torch.Tensor, positions: torch.Tensor, counts: Any, size: int, longest: int
-    ) -> torch.Tensor:
+    ) -> PassOutput:
         self.calls.append(("packed", size, longest))
-        return tokens
+        return PassOutput(tokens)
 
 
 class CountsOnDevice:

@@ -18,6 +18,7 @@ from hf_dsde.drafting.layer_draft import initialise_draft
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.kernels import reference
 from hf_dsde.kernels.block import TokenBlock
 
@@ -49,9 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class StockRunner(EagerRunner):
     """Keeps the logits of the last pass in the model's own dtype; `forward` returns float32."""
 
-    def _execute(self, *arguments: Any) -> Tensor:
-        self.raw = super()._execute(*arguments)
-        return self.raw
+    def _execute(self, *arguments: Any) -> PassOutput:
+        output = super()._execute(*arguments)
+        self.raw = output.logits
+        return output
 
 
 class Pair:
@@ -74,7 +76,7 @@ class Pair:
         return self.stock.raw[:, -tokens.shape[1] :]
 
     def fused_logits(self, block: TokenBlock, keep: Tensor | None = None) -> Tensor:
-        return self.decoder(block, self.other.cache, reach=64, keep=keep)
+        return self.decoder(block, self.other.cache, reach=64, keep=keep).logits
 
     def check_caches(self, lengths: list[int], tolerance: float) -> None:
         """Both caches hold the same in every slot that holds a token."""
@@ -336,7 +338,7 @@ def check_products(model: PreTrainedModel, products: list[int], ops: CountingOps
     pair, ops = Pair(model, STORED), ops or CountingOps()
     tokens, positions = aligned(pair.texts, STORED, COUNTS, 4, "left")
     expected = pair.stock_logits(tokens, positions)[positions >= 0]
-    logits = FusedDecoder(model, ops)(packed_block(tokens, positions), pair.other.cache, 64, None)
+    logits = FusedDecoder(model, ops)(packed_block(tokens, positions), pair.other.cache, 64, None).logits
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     assert ops.products == products
     return ops

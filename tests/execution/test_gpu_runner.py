@@ -303,11 +303,11 @@ def compare_runners(model: PreTrainedModel, rounds: int, **settings: Any) -> Gra
             column = torch.arange(width, device=CUDA)
             positions = (lengths[:, None] + column).masked_fill(column >= counts[:, None], -1)
             real, bound = positions >= 0, int(lengths.max()) + width
-            expected = eager.forward(tokens, positions, bound)[real]
-            logits = [recorded.forward(tokens, positions, bound)]
+            expected = eager.forward(tokens, positions, bound).logits[real]
+            logits = [recorded.forward(tokens, positions, bound).logits]
             if recorded.packs:
                 size = packed_bucket(int(counts.sum()))
-                logits.append(recorded.forward_packed(tokens, positions, counts, size, bound))
+                logits.append(recorded.forward_packed(tokens, positions, counts, size, bound).logits)
             for result in logits:
                 torch.testing.assert_close(result[real], expected, rtol=1e-4, atol=1e-4)
             # What is not accepted is written again in the next round.
@@ -338,6 +338,30 @@ def test_recorded_passes_give_the_logits_of_eager_ones_while_rows_leave(family: 
     assert recorded.recording_costs.passes > 1
     fused = family in ("llama", "qwen3", "mistral") and not settings
     assert len(recorded.live_rows) == (4 if fused else 12), "12 rows, of which 4 are left"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [("llama", {}), ("mistral", {}), ("llama", {"fused_layers": False}), ("gpt2", {})], ids=str
+)
+@torch.no_grad()
+def test_recorded_passes_give_the_hidden_states_of_transformers(family: str, settings: dict[str, Any]) -> None:
+    model, layers = tiny_model(family).float().to(CUDA), (2, 0, 1)
+    texts = ragged_batch([40, 40, 40], seed=4)["input_ids"].to(CUDA)
+    lengths = [31, 9, 18]
+    expected = model(input_ids=texts, output_hidden_states=True).hidden_states
+    runner = create_runner(model, 3, 64, SpeculationConfig(runner="graph", **settings), hidden_layers=layers)
+    positions = torch.tensor(lengths, device=CUDA)[:, None] + torch.arange(5, device=CUDA)
+    with runner.active():
+        stored = store_texts(runner, texts, lengths)
+        passes = [runner.forward(texts.gather(1, positions), positions, 40).hidden for _ in range(2)]
+    assert isinstance(runner, GraphRunner)
+    for place, layer in enumerate(layers):
+        prompts = torch.cat([expected[layer][row, :length] for row, length in enumerate(lengths)])
+        torch.testing.assert_close(stored[place], prompts, rtol=1e-4, atol=1e-4)
+        wanted = expected[layer].gather(1, positions[..., None].expand(-1, -1, expected[layer].shape[-1]))
+        for hidden in passes:
+            torch.testing.assert_close(hidden[place], wanted, rtol=1e-4, atol=1e-4)
+    assert runner.recording_costs.passes > 0
 
 
 def test_recorded_passes_survive_a_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:

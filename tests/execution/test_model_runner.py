@@ -18,7 +18,7 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution import attention
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.create_runner import create_runner
-from hf_dsde.execution.model_runner import WIDTH_BUCKETS, EagerRunner, attention_kinds, next_bucket, single_device
+from hf_dsde.execution.model_runner import WIDTH_BUCKETS, EagerRunner, next_bucket, single_device
 
 LENGTHS = [9, 1, 5]
 
@@ -45,7 +45,7 @@ def last_logits(runner: EagerRunner, width: int = 1) -> torch.Tensor:
     batch = texts()
     with runner.active(), torch.no_grad():
         store_texts(runner, prompts_of(batch), [max(length - width, 0) for length in LENGTHS])
-        return runner.forward(*batch.tail(width), longest=max(LENGTHS))
+        return runner.forward(*batch.tail(width), longest=max(LENGTHS)).logits
 
 
 def check_logits(model: PreTrainedModel, logits: torch.Tensor) -> None:
@@ -92,8 +92,8 @@ def test_keep_returns_the_last_columns_only() -> None:
     batch = texts()
     runner = runner_of(model, width_buckets=(8,))
     with runner.active(), torch.no_grad():
-        everything = runner.forward(*batch.tail(9), longest=9)
-        kept = runner.forward(*batch.tail(9), longest=9, keep=2)
+        everything = runner.forward(*batch.tail(9), longest=9).logits
+        kept = runner.forward(*batch.tail(9), longest=9, keep=2).logits
     assert kept.shape == (3, 2, VOCABULARY)
     assert kept.dtype == torch.float32
     torch.testing.assert_close(kept, everything[:, -2:])
@@ -113,7 +113,7 @@ def test_tokens_of_junk_columns_do_not_matter() -> None:
             runner.forward(junk, torch.arange(10, 16).expand(3, -1), longest=16)
             runner.forward(junk, torch.full((3, 6), -1), longest=1)
             store_texts(runner, prompts_of(batch), [max(length - 5, 0) for length in LENGTHS])
-            logits = runner.forward(tokens.where(real, poison), positions, longest=9)
+            logits = runner.forward(tokens.where(real, poison), positions, longest=9).logits
         assert logits.isfinite().all()
         outputs.append(logits[real])
     assert torch.equal(*outputs)
@@ -130,7 +130,7 @@ def test_junk_behind_a_draft_does_not_matter() -> None:
         positions = (position + torch.arange(5)).masked_fill(torch.arange(5) > 0, -1)
         with runner.active(), torch.no_grad():
             store_texts(runner, prompts_of(batch), [length - 1 for length in LENGTHS])
-            logits = runner.forward(tokens, positions, longest=13)
+            logits = runner.forward(tokens, positions, longest=13).logits
         check_logits(model, logits[:, :1])
 
 
@@ -142,7 +142,7 @@ def test_rejected_tokens_leave_nothing_behind() -> None:
         store_texts(runner, prompts_of(batch), [length - 1 for length in LENGTHS])
         draft = batch.lengths[:, None] + torch.arange(4)
         runner.forward(torch.full((3, 4), 7), draft, longest=13)
-        logits = runner.forward(*batch.tail(1), longest=9)
+        logits = runner.forward(*batch.tail(1), longest=9).logits
     check_logits(model, logits)
 
 
@@ -180,7 +180,7 @@ def test_cache_grows_in_the_middle_of_a_text(family: str) -> None:
             tokens, positions = prompts_of(batch)[:, end - 1 : end], torch.full((3, 1), end - 1)
             positions = positions.masked_fill(positions >= batch.lengths[:, None] - 1, -1)
             runner.forward(tokens, positions, longest=end)
-        logits = runner.forward(*batch.tail(1), longest=9)
+        logits = runner.forward(*batch.tail(1), longest=9).logits
     assert runner.cache.capacity >= 9
     check_logits(model, logits)
 
@@ -192,11 +192,11 @@ def test_rows_that_stay_are_unaffected_by_rows_that_leave() -> None:
     tokens, positions = batch.tail(1)
     with runner.active(), torch.no_grad():
         store_texts(runner, prompts_of(batch), [length - 1 for length in LENGTHS])
-        everyone = runner.forward(tokens, positions, longest=9)
+        everyone = runner.forward(tokens, positions, longest=9).logits
         runner.keep_rows([0, 2])
-        first = runner.forward(tokens, positions, longest=9)
+        first = runner.forward(tokens, positions, longest=9).logits
         runner.keep_rows([2])
-        second = runner.forward(tokens, positions, longest=9)
+        second = runner.forward(tokens, positions, longest=9).logits
     assert runner.cache.layers[0].keys.shape[0] == 1
     torch.testing.assert_close(first[[0, 2]], everyone[[0, 2]])
     torch.testing.assert_close(second[2], everyone[2])
@@ -222,10 +222,10 @@ def test_models_own_attention_is_kept(changes: dict[str, Any]) -> None:
 
 
 def test_hybrid_models_have_a_mask_per_kind() -> None:
-    kinds = {kind.kind: kind.window for kind in attention_kinds(tiny_model("gemma3"))}
+    kinds = {kind.kind: kind.window for kind in attention.attention_kinds(tiny_model("gemma3"))}
     assert kinds == {"sliding_attention": 8, "full_attention": None}
-    assert [kind.window for kind in attention_kinds(tiny_model("mistral"))] == [8]
-    assert [kind.window for kind in attention_kinds(tiny_model("llama"))] == [None]
+    assert [kind.window for kind in attention.attention_kinds(tiny_model("mistral"))] == [8]
+    assert [kind.window for kind in attention.attention_kinds(tiny_model("llama"))] == [None]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +255,6 @@ def test_every_family_takes_the_columns_that_layers_on_several_devices_need(fami
     for one in (runner, spread):
         with torch.no_grad(), one.active():
             positions = torch.arange(rows.shape[1]).expand(len(rows), -1)
-            results.append(one.forward(rows, positions, rows.shape[1], keep=2))
+            results.append(one.forward(rows, positions, rows.shape[1], keep=2).logits)
     assert results[0].shape == (3, 2, VOCABULARY)
     assert torch.equal(*results)
