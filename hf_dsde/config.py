@@ -18,7 +18,6 @@ from hf_dsde.utils.checks import check_choice, check_flag, check_integer
 
 CONFIG_NAME = "speculation_config.json"
 RUNNERS = ("eager", "graph")
-VERIFICATIONS = ("auto", "padded", "packed")
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,6 @@ class SpeculationConfig:
             on a CUDA device and `eager` elsewhere.
         fused_layers: Whether a recorded pass of a model of a known structure uses this package's kernels between the
             model's matrix products.
-        verification: `padded`, where all rows have as many columns as the longest; `packed`, where the tokens of
-            all rows lie behind each other, which a recorded pass with fused layers can do; or `auto`, which takes what
-            costs less.
         max_graphs: The most recorded passes a model keeps.
         width_buckets: Numbers of tokens per row to which a pass is padded, ascending; a wider pass is padded to a
             multiple of the largest. None takes the runner's own.
@@ -60,7 +56,6 @@ class SpeculationConfig:
     fill_to_batch: bool = False
     runner: str | None = None
     fused_layers: bool = True
-    verification: str = "auto"
     max_graphs: int = 256
     width_buckets: tuple[int, ...] | None = None
     view_bucket: int = 64
@@ -90,7 +85,6 @@ class SpeculationConfig:
         if self.runner is not None:
             check_choice("runner", self.runner, RUNNERS)
         check_flag("fused_layers", self.fused_layers)
-        check_choice("verification", self.verification, VERIFICATIONS)
         check_integer("max_graphs", self.max_graphs, 1)
         object.__setattr__(self, "width_buckets", _ascending_buckets(self.width_buckets))
         check_integer("view_bucket", self.view_bucket, 1)

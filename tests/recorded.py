@@ -109,6 +109,10 @@ def _find(place: Any, made: dict[int, Tensor]) -> Any:
     return place.tensor() if isinstance(place, _Address) else place
 
 
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+
+
 def _unwritten(result: Tensor) -> Tensor:
     return torch.full_like(result, float("nan") if result.is_floating_point() else torch.iinfo(result.dtype).max)
 
@@ -116,7 +120,7 @@ def _unwritten(result: Tensor) -> Tensor:
 class NotedReplay:
     def __init__(self, notes: _Notes, result: Any) -> None:
         self._calls = [_Call(*call) for call in notes.calls]
-        self._results = [notes.place(tensor) for tensor in tree_flatten(result)[0]]
+        self._results = [notes.place(tensor) for tensor in _tensors(result)]
         # A replay has to write everything it shows.
         self.output = tree_map_only(Tensor, _unwritten, result)
         notes.finish()
@@ -126,7 +130,7 @@ class NotedReplay:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # what was noted has its casts in it
             for call in self._calls:
                 call(made)
-            for output, place in zip(tree_flatten(self.output)[0], self._results, strict=True):
+            for output, place in zip(_tensors(self.output), self._results, strict=True):
                 output.copy_(_find(place, made))
 
 

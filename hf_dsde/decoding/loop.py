@@ -80,7 +80,6 @@ class SpeculativeLoop:
         feed: TokenFeed,
     ) -> None:
         self._target = target
-        self._verification = VerificationPass(target, config)
         self._drafter = drafter
         self._policy = TimedPolicy(policy)
         self._sequences = sequences
@@ -95,7 +94,7 @@ class SpeculativeLoop:
         self._prefill = Prefill(target, drafter, sequences, statistics, self._clock)
         self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
         self._log = RoundLog(statistics)
-        self._ahead = RunAhead(self._verification, drafter, sequences, policy)
+        self._ahead = RunAhead(VerificationPass(target), drafter, sequences, policy)
         self._times: PhaseTimes | None = None
 
     @property
@@ -139,7 +138,6 @@ class SpeculativeLoop:
         longest = max(self._sequences.prompt_lengths)
         with self._prefill.timed():
             self._prefill.store_prompts()
-            self._verification.measure(longest)
             if Signal.COSTS in self._policy.requires:
                 self._log.costs = live_costs(self._target, self._drafter, self._config, longest)
         self._start_policy()

@@ -27,6 +27,7 @@ from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import pass_seconds
 from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 from hf_dsde.execution.streams import SideStream
 from hf_dsde.policies import DraftStep, Signal, StoppingPolicy
@@ -211,7 +212,7 @@ class ModelDrafter(Drafter):
         if self._device == sequences.device and fits and self._caught_up:
             tokens, positions = sequences.tail(2)
             positions = positions.masked_fill(~going_on[:, None], -1)
-            self._staged = self._runner.stage(self._known(tokens), positions, longest, keep=1)
+            self._staged = self._runner.stage(RowBlock(self._known(tokens), positions), longest, keep=1)
 
     def begin(self, side: SideStream) -> None:
         """Feed what was staged; a recorded pass beside the current stream, of whose memory it drops nothing."""
@@ -278,11 +279,11 @@ class ModelDrafter(Drafter):
         """Get a draft step ready that feeds the tokens of the one before."""
         slots = (ends + position - 1).masked_fill(~drafting, -1)
         longest = max(sequences.length_counts) + position
-        return self._runner.stage(self._known(tokens[:, None]), slots[:, None], longest, keep=1)
+        return self._runner.stage(RowBlock(self._known(tokens[:, None]), slots[:, None]), longest, keep=1)
 
     def _last_logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Run a block; return the logits behind each row's last token, `[rows, vocabulary]`."""
-        return self._align(self._runner.forward(self._known(tokens), positions, longest, keep=1).logits[:, 0])
+        return self._align(self._runner.forward(RowBlock(self._known(tokens), positions), longest, keep=1).logits[:, 0])
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Replace ids that the draft has no embedding for. It guesses worse behind them; the output stays exact."""

@@ -23,7 +23,7 @@ from hf_dsde.execution.fused_families import attention_windows, decoder_layers, 
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.torch_modes import without_autocast
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 
 class FusedOps(Protocol):
@@ -69,7 +69,7 @@ class FusedOps(Protocol):
         q: Tensor,
         keys: Tensor,
         values: Tensor,
-        block: TokenBlock,
+        block: Block,
         scaling: float,
         window: int | None,
         reach: int,
@@ -125,14 +125,14 @@ class _Pass:
     Attributes:
         block: T tokens.
         cache: Where their keys and values go.
-        reach: Bound on the largest position + 1.
+        reach: Bound on the largest slot + 1.
         cos: Cosines of the positions, `[T, D]`.
         sin: Sines likewise.
-        slots: Cache slots, `[T]`, int64.
+        slots: Cache slots, `[T]`, int64, the discard slot where there is no token.
         streams: The residual stream as each layer got it, `[T, H]`, where it is wanted.
     """
 
-    block: TokenBlock
+    block: Block
     cache: RaggedCache
     reach: int
     cos: Tensor
@@ -174,13 +174,13 @@ class FusedDecoder:
         pairs = zip(decoder_layers(model), windows, strict=True)
         self._layers = [_Layer.of(index, layer, window) for index, (layer, window) in enumerate(pairs)]
 
-    def __call__(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> PassOutput:
-        """Run a block, storing its keys and values in the slots that its positions name.
+    def __call__(self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None) -> PassOutput:
+        """Run a block, storing its keys and values in the slots that it names.
 
         Args:
             block: T tokens over R cache rows.
             cache: Of R rows. Layers without buffers get them, which must not happen in a pass that is recorded.
-            reach: Bound on the largest position + 1, known to the host, a multiple of 64.
+            reach: Bound on the largest slot + 1, known to the host, a multiple of 64.
             keep: Flat indices of the tokens whose logits and hidden states are wanted, int64; None for all.
 
         Returns:
@@ -194,7 +194,7 @@ class FusedDecoder:
             normed, hidden = self._run(block, cache, reach, keep)
             return PassOutput(self._head(normed), hidden)
 
-    def store(self, block: TokenBlock, cache: RaggedCache, reach: int) -> tuple[Tensor, ...]:
+    def store(self, block: Block, cache: RaggedCache, reach: int) -> tuple[Tensor, ...]:
         """Store a block's keys and values only: the last layer ends with them, and no head is run.
 
         Args:
@@ -215,7 +215,7 @@ class FusedDecoder:
             return tuple(run.streams[layer] for layer in self._hidden_layers)
 
     def _run(
-        self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None
+        self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers; return what the head gets, and the hidden states."""
         stream, run = self._begun(block, cache, reach)
@@ -230,11 +230,11 @@ class FusedDecoder:
         kept[len(self._layers)] = normed
         return normed, tuple(kept[layer] for layer in self._hidden_layers)
 
-    def _begun(self, block: TokenBlock, cache: RaggedCache, reach: int) -> tuple[Tensor, _Pass]:
+    def _begun(self, block: Block, cache: RaggedCache, reach: int) -> tuple[Tensor, _Pass]:
         """Return the embeddings, and what the tokens' positions mean in their dtype."""
         stream: Tensor = self._embedding(block.tokens)
         cos, sin = self._rotary(stream, block.positions.clamp_min(0)[None])
-        slots = block.positions.masked_fill(block.positions < 0, cache.capacity)
+        slots = block.slots.masked_fill(block.slots < 0, cache.capacity)
         return stream, _Pass(block, cache, reach, cos[0], sin[0], slots)
 
     def _through(self, layers: Sequence[_Layer], stream: Tensor, run: _Pass) -> tuple[Tensor, Tensor | None]:

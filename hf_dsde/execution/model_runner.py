@@ -1,9 +1,9 @@
 """One model over its ragged cache: the only place where a model is called.
 
-A block of tokens enters as two tensors, `tokens` and `positions`, of shape `[rows, width]`. The runner rounds the width
-and the part of the cache in view up to buckets, fills static input buffers of that shape, and executes the model on
-them. Everything that varies from call to call is in the buffers' contents; shapes come from a small set, and nothing
-branches on a tensor: what `graph_runner` needs to record a pass once and replay it.
+A block of tokens enters as a `RowBlock`, `[rows, width]`. The runner rounds the width and the part of the cache in view
+up to buckets, fills static input buffers of that shape, and executes the model on them. Everything that varies from
+call to call is in the buffers' contents; shapes come from a small set, and nothing branches on a tensor: what
+`graph_runner` needs to record a pass once and replay it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
 from hf_dsde.execution.pass_output import PassOutput, checked_layers
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, similar_counts
 from hf_dsde.execution.torch_modes import Autocast
 from hf_dsde.utils.transfers import upload
@@ -104,7 +105,7 @@ class ModelRunner(ABC):
         self._kinds = attention.attention_kinds(model)
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
-        self._buffers: dict[int, BlockBuffers] = {}
+        self._buffers: dict[tuple[int, bool], BlockBuffers] = {}
         self._single_device = single_device(model)
         self._autocast = Autocast.on(self.device)
 
@@ -115,7 +116,7 @@ class ModelRunner(ABC):
 
     @property
     def packs(self) -> bool:
-        """Whether `forward_packed` can be called."""
+        """Whether blocks that say so are run packed."""
         return False
 
     @property
@@ -130,7 +131,7 @@ class ModelRunner(ABC):
         return *how, self.model.dtype, self.device, self._autocast
 
     def recorded(self, width: int, longest: int) -> bool:  # noqa: ARG002 - nothing is, by default
-        """Whether a block of this width, arguments as in `stage`, is replayed from a recording that exists already."""
+        """Whether a padded block of chains of this width is replayed from a recording that exists already."""
         return False
 
     def padded_width(self, width: int) -> int:
@@ -146,37 +147,33 @@ class ModelRunner(ABC):
         with attention.packed_attention(self.model):
             yield
 
-    def stage(
-        self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None
-    ) -> Callable[[], PassOutput]:
+    def stage(self, block: RowBlock, longest: int, keep: int | None = None) -> Callable[[], PassOutput]:
         """Get a block ready. The function that is returned runs it and gives what `forward` would have given.
 
         What comes in between may be the host's waiting for an answer. Only the block staged last can be run.
         """
-        return lambda: self._run(tokens, positions, longest, keep)
+        return lambda: self._run(block, longest, keep)
 
-    def forward(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> PassOutput:
-        """Run a block, storing its keys and values in the slots named by `positions`.
+    def forward(self, block: RowBlock, longest: int, keep: int | None = None) -> PassOutput:
+        """Run a block, storing its keys and values in the slots that it names.
 
         Args:
-            tokens: `[rows, width]`, int64; anything where `positions` is below 0.
-            positions: Position of each token in its row, `[rows, width]`, int64; below 0 where there is no token.
-            longest: A bound, known without asking the device, on the largest position + 1.
+            block: A line for each row of the batch.
+            longest: A bound, known without asking the device, on the largest slot + 1.
             keep: Return what the last `keep` columns give only; None for all.
 
         Returns:
             Logits, `[rows, keep or width, vocabulary]`, and hidden states, `[rows, keep or width, H]`, on the model's
             output device. Columns without a token hold anything finite, and so do rows that were left out.
         """
-        return self.stage(tokens, positions, longest, keep)()
+        return self.stage(block, longest, keep)()
 
-    def _run(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None) -> PassOutput:
-        """Run a block eagerly."""
-        width = tokens.shape[1]
-        buffers = self._buffers_for(self.padded_width(width))
-        tokens, positions = self._of_live_rows(tokens), self._of_live_rows(positions)
-        self._fill(buffers, tokens, positions, longest)
-        return self._shown(self._execute(buffers, keep or width), keep or width, self._live_index)
+    def _run(self, block: RowBlock, longest: int, keep: int | None) -> PassOutput:
+        """Run a block eagerly, and padded."""
+        columns = keep or block.width
+        buffers = self._buffers_for(self.padded_width(block.width), block.is_tree)
+        self._fill(buffers, block.map(self._of_live_rows), longest)
+        return self._shown(self._execute(buffers, columns), columns, self._live_index)
 
     def _shown(self, output: PassOutput, columns: int, live: Tensor | None, *, copied: bool = False) -> PassOutput:
         """Return what the last columns of a pass over the rows `live` gave, for all rows.
@@ -187,38 +184,17 @@ class ModelRunner(ABC):
             live: The rows, `[live]`, int64; None for all.
             copied: Whether the pass will write over its output.
         """
-        logits, hidden = output.map(lambda states: states[:, -columns:])
-        hidden = tuple(states.to(states.dtype, copy=copied) for states in hidden)
-        shown = PassOutput(logits.to(torch.float32, copy=copied), hidden)
-        return shown.map(lambda states: self._of_everyone(states, live))
+        logits = output.logits[:, -columns:].to(torch.float32, copy=copied)
+        hidden = tuple(states[:, -columns:].to(states.dtype, copy=copied) for states in output.hidden)
+        return PassOutput(logits, hidden).map(lambda states: self._of_everyone(states, live))
 
-    def _fill(
-        self, buffers: BlockBuffers, tokens: Tensor, positions: Tensor, longest: int, places: Tensor | None = None
-    ) -> None:
+    def _fill(self, buffers: BlockBuffers, block: RowBlock, longest: int, places: Tensor | None = None) -> None:
         """Get a block ready for an eager pass in the cache rows `places`, or in all."""
         view = next_multiple(longest, self._config.view_bucket)
         self._reserve(view)
-        buffers.fill(tokens, positions)
+        buffers.fill(block)
         self._fill_masks(buffers, view)
-        self.cache.aim(buffers.positions, view, places)
-
-    def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> PassOutput:
-        """Run the tokens of a padded block without the padding between the rows.
-
-        Args:
-            tokens: `[rows, width]`, int64, each row's tokens in its first columns.
-            positions: `[rows, width]`, int64.
-            counts: Tokens of each row, `[rows]`, int64, 0 to width.
-            size: Tokens in the pass, at least the sum of `counts`.
-            longest: A bound, known without asking the device, on the largest position + 1.
-
-        Returns:
-            As `forward` does, of all columns.
-
-        Raises:
-            NotImplementedError: Unless `packs`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} runs rows, not packed tokens.")
+        self.cache.aim(buffers.slots, view, places)
 
     def store(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
         """Store tokens whose logits nobody wants, such as prompts: `prefill_chunk` at a time, of all rows together.
@@ -280,7 +256,7 @@ class ModelRunner(ABC):
             places = (offsets + column).masked_fill(~real, len(tokens) - 1)
             block, slots = upload(torch.stack([places, positions]), self.device)
             buffers = BlockBuffers(len(group), self.padded_width(len(column)), self.device)
-            self._fill(buffers, tokens[block], slots, int(positions.max()) + 1, chosen)
+            self._fill(buffers, RowBlock(tokens[block], slots), int(positions.max()) + 1, chosen)
             found = [states[:, -len(column) :] for states in self._execute(buffers, 0).hidden]
             hidden += [states.new_empty(len(tokens), states.shape[-1]) for states in found[len(hidden) :]]
             for everything, states in zip(hidden, found, strict=True):
@@ -318,15 +294,15 @@ class ModelRunner(ABC):
             check_cache_fits(self.model, self.rows, slots)
         return self.cache.reserve(slots)
 
-    def _buffers_for(self, width: int) -> BlockBuffers:
-        if width not in self._buffers:
-            self._buffers[width] = BlockBuffers(len(self.live_rows), width, self.device)
-        return self._buffers[width]
+    def _buffers_for(self, width: int, tree: bool) -> BlockBuffers:
+        if (width, tree) not in self._buffers:
+            self._buffers[width, tree] = BlockBuffers(len(self.live_rows), width, self.device, tree=tree)
+        return self._buffers[width, tree]
 
     def _fill_masks(self, buffers: BlockBuffers, view: int) -> None:
         """Write the masks of the buffered block; they keep their storage as long as the view keeps its bucket."""
         for kind in self._kinds:
-            visible = attention.visible_slots(buffers.positions, view, kind.window)
+            visible = attention.visible_slots(buffers.positions, view, kind.window, buffers.slots, buffers.ancestors)
             mask = self._mask(visible)
             held = buffers.masks.get(kind.kind)
             if held is not None and held.shape == mask.shape:
@@ -390,7 +366,7 @@ def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
 
     def timed() -> float:
         started = time.perf_counter()
-        runner.forward(tokens, positions, longest - 1 + width)
+        runner.forward(RowBlock(tokens, positions), longest - 1 + width)
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
         return time.perf_counter() - started

@@ -20,14 +20,16 @@ class PassOutput(NamedTuple):
         logits: `[rows, columns, vocabulary]`, float32.
         hidden: For each layer that was asked for, in that order, `[rows, columns, H]`, of the model's dtype. Anything
             finite where there is no token.
+        packed_tokens: Tokens in the pass, when it was packed; None when it was padded.
     """
 
     logits: Tensor
     hidden: tuple[Tensor, ...] = ()
+    packed_tokens: int | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> PassOutput:
         """Return what `function` makes of each tensor."""
-        return PassOutput(function(self.logits), tuple(map(function, self.hidden)))
+        return self._replace(logits=function(self.logits), hidden=tuple(map(function, self.hidden)))
 
 
 def checked_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recording_key import Key, recording_key
 from hf_dsde.execution.torch_modes import lasting
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 KEPT_WORKSPACES = 2
 """Workspaces of a model that are kept between calls: a model may be target and draft at once."""
@@ -40,7 +40,7 @@ class RecordedPass:
 
     replay: Replay[PassOutput]
     buffers: BlockBuffers
-    block: TokenBlock | None = None
+    block: Block | None = None
     keep: Tensor | None = None
     choice: int = 0
 

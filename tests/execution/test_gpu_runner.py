@@ -20,8 +20,8 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.graph_runner import GraphRunner
-from hf_dsde.execution.packing import packed_bucket
 from hf_dsde.execution.recorded_function import FunctionRecorder
+from hf_dsde.execution.row_block import RowBlock, packed_bucket
 from hf_dsde.policies import BatchInfo, DraftStep, MarginalGoodputPolicy, RoundOutcome
 from hf_dsde.policies.base import as_it_is
 
@@ -303,11 +303,11 @@ def compare_runners(model: PreTrainedModel, rounds: int, **settings: Any) -> Gra
             column = torch.arange(width, device=CUDA)
             positions = (lengths[:, None] + column).masked_fill(column >= counts[:, None], -1)
             real, bound = positions >= 0, int(lengths.max()) + width
-            expected = eager.forward(tokens, positions, bound).logits[real]
-            logits = [recorded.forward(tokens, positions, bound).logits]
+            expected = eager.forward(RowBlock(tokens, positions), bound).logits[real]
+            logits = [recorded.forward(RowBlock(tokens, positions), bound).logits]
             if recorded.packs:
                 size = packed_bucket(int(counts.sum()))
-                logits.append(recorded.forward_packed(tokens, positions, counts, size, bound).logits)
+                logits.append(recorded.forward(RowBlock(tokens, positions, counts=counts, size=size), bound).logits)
             for result in logits:
                 torch.testing.assert_close(result[real], expected, rtol=1e-4, atol=1e-4)
             # What is not accepted is written again in the next round.
@@ -353,7 +353,7 @@ def test_recorded_passes_give_the_hidden_states_of_transformers(family: str, set
     positions = torch.tensor(lengths, device=CUDA)[:, None] + torch.arange(5, device=CUDA)
     with runner.active():
         stored = store_texts(runner, texts, lengths)
-        passes = [runner.forward(texts.gather(1, positions), positions, 40).hidden for _ in range(2)]
+        passes = [runner.forward(RowBlock(texts.gather(1, positions), positions), 40).hidden for _ in range(2)]
     assert isinstance(runner, GraphRunner)
     for place, layer in enumerate(layers):
         prompts = torch.cat([expected[layer][row, :length] for row, length in enumerate(lengths)])

@@ -19,6 +19,7 @@ from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.model_runner import ModelRunner
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 
 pytestmark = pytest.mark.usefixtures("recording")
@@ -72,7 +73,7 @@ def tail(runner: ModelRunner, width: int, keep: int | None = None) -> tuple[Tens
     positions = ends - width + torch.arange(width)
     tokens = texts().gather(1, positions.clamp_min(0))
     with runner.active():
-        return runner.forward(tokens, positions.clamp_min(-1), max(LENGTHS), keep).hidden
+        return runner.forward(RowBlock(tokens, positions.clamp_min(-1)), max(LENGTHS), keep).hidden
 
 
 def check_store(model: PreTrainedModel, found: Sequence[Tensor], spans: Sequence[Span], layers: Sequence[int]) -> None:
@@ -180,7 +181,7 @@ def test_packed_passes_return_them_in_the_padded_form() -> None:
     positions = positions.masked_fill(column >= counts[:, None], -1)
     with runner.active(), torch.no_grad():
         tokens = texts().gather(1, positions.clamp_min(0))
-        found = runner.forward_packed(tokens, positions, counts, 16, max(LENGTHS)).hidden
+        found = runner.forward(RowBlock(tokens, positions, counts=counts, size=16), max(LENGTHS)).hidden
     expected = expected_states(model)
     for layer, states in zip(LAYERS, found, strict=True):
         for row, count in enumerate(counts.tolist()):
@@ -195,7 +196,7 @@ def test_replaying_again_does_not_change_what_was_returned() -> None:
         found = tail(runner, 3)
         copies = [states.clone() for states in found]
         with runner.active(), torch.no_grad():
-            runner.forward(torch.full((4, 3), 5), torch.arange(20, 23).expand(4, -1), 23)
+            runner.forward(RowBlock(torch.full((4, 3), 5), torch.arange(20, 23).expand(4, -1)), 23)
         assert all(map(torch.equal, found, copies))
 
 

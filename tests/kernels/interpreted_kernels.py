@@ -31,7 +31,7 @@ from hf_dsde.kernels import attention as attention_kernel
 from hf_dsde.kernels import elementwise as kernels
 from hf_dsde.kernels.attention import launch_attention
 from hf_dsde.kernels.attention_plan import LaunchPlan, plan_launch
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 SINGLE = {"rtol": 4e-6, "atol": 4e-6}
@@ -142,7 +142,7 @@ def test_a_token_that_overflows_does_not_reach_those_before_it():
     states = torch.randn(3, 1, 16).half()
     poisoned = states.clone()
     poisoned[2] = torch.tensor([float("inf"), -float("inf"), float("nan"), *[1.0] * 13]).half()
-    block = TokenBlock(slots, rows, slots, torch.zeros(1).int(), torch.full((1,), 3).int(), 3)
+    block = Block(slots, rows, slots, torch.zeros(1).int(), torch.full((1,), 3).int(), 3)
     outs = []
     for v in (states, poisoned):
         q = kernels.rotate_and_store(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 POISON = 300.0
 """Lies in every slot that no token may see: large enough to spoil a result, small enough for every dtype."""
@@ -59,7 +59,7 @@ class AttentionInput:
     q: Tensor
     keys: Tensor
     values: Tensor
-    block: TokenBlock
+    block: Block
     scaling: float
     window: int | None
     reach: int
@@ -90,7 +90,7 @@ def make_attention(
     for row, (stored, width) in enumerate(zip(case.stored, case.widths, strict=True)):
         hidden = max(1, stored + width)
         keys[row, :, hidden:] = values[row, :, hidden:] = POISON
-    block = TokenBlock(
+    block = Block(
         tokens=torch.zeros(total, dtype=torch.int64, device=device),
         rows=torch.tensor(rows, device=device),
         positions=torch.tensor(positions, device=device),

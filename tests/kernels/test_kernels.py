@@ -103,7 +103,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     from hf_dsde.kernels import elementwise as kernels
     from hf_dsde.kernels import launching
     from hf_dsde.kernels import linear as skinny_linear
-    from hf_dsde.kernels.block import TokenBlock
+    from hf_dsde.kernels.block import Block
 
     current, launched = [], []
 
@@ -135,7 +135,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     kernels.entropy_and_top(matrix)
     kernels.linears(matrix, [torch.zeros(8, 16)])
     kernels.gated_linear(matrix, torch.zeros(8, 16), torch.zeros(8, 16))
-    block = TokenBlock(index, index, index, torch.zeros(1).int(), torch.zeros(1).int(), 1)
+    block = Block(index, index, index, torch.zeros(1).int(), torch.zeros(1).int(), 1)
     kernels.ragged_attention(states, cache, cache, block, 1.0, None, 4096)
     assert {name for name, _ in launched} == names
     # Merging is launched after attention has been, by the same function.

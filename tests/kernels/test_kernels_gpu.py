@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from hf_dsde import SpeculationConfig
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import reference
 
 pytestmark = pytest.mark.gpu
@@ -358,7 +359,7 @@ def test_kernels_that_are_set_up_early_give_what_others_give(kernels, width, mon
             for step in range(60):
                 tokens = torch.randint(3, 90, (rows, width), generator=generator)
                 positions = lengths[:, None] + step * width + torch.arange(width)
-                seen.append(runner.forward(tokens.to(device), positions.to(device), 40 + 60 * width).logits)
+                seen.append(runner.forward(RowBlock(tokens.to(device), positions.to(device)), 40 + 60 * width).logits)
         assert runner.recording_costs.passes == 2, "one for the prompts, one for the blocks"
         return torch.stack(seen)
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_dsde.kernels import reference
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -30,11 +30,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Te
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def block_of(rows: list[int], positions: list[int]) -> TokenBlock:
+def block_of(rows: list[int], positions: list[int]) -> Block:
     count = max(rows) + 1
     counts = [rows.count(row) for row in range(count)]
     starts = [sum(counts[:row]) for row in range(count)]
-    return TokenBlock(
+    return Block(
         tokens=torch.zeros(len(rows), dtype=torch.long),
         rows=torch.tensor(rows),
         positions=torch.tensor(positions),
@@ -149,9 +149,7 @@ def test_views_into_one_projection_are_taken_as_they_are() -> None:
         assert torch.equal(strided, contiguous)
 
 
-def slow_attention(
-    q: Tensor, keys: Tensor, values: Tensor, block: TokenBlock, scaling: float, window: int | None
-) -> Tensor:
+def slow_attention(q: Tensor, keys: Tensor, values: Tensor, block: Block, scaling: float, window: int | None) -> Tensor:
     """One number at a time: every query head over every slot that it may see."""
     heads, shared = q.shape[1], q.shape[1] // keys.shape[1]
     outputs = []
