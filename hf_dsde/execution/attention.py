@@ -84,8 +84,7 @@ def _visible_in_trees(positions: Tensor, slots: Tensor, ancestors: Tensor, slot:
     base = slots.masked_fill(~real, view).amin(1)[:, None, None, None]
     bit = slot - base
     seen = (ancestors[:, None, :, None] >> bit.clamp(0, 63)) & 1 == 1
-    visible = (bit < 0) | (seen & (bit < 64))
-    visible |= ~real[:, None, :, None] & (slot == 0)  # what is no token has to see something
+    visible = torch.where(real[:, None, :, None], (bit < 0) | (seen & (bit < 64)), slot == 0)
     places = torch.arange(view + 1, device=slot.device).repeat(len(slots), 1)
     places.scatter_(1, slots.masked_fill(~real, view), positions)
     return visible, places[:, None, None, :view]

@@ -195,7 +195,7 @@ def _visible(block: Block, part: Tensor, rows: int, reach: int, window: int | No
         places[block.rows, slots] = block.positions
         bit = slot - base[block.rows[part], None]
         seen = (block.ancestors[part, None] >> bit.clamp(0, 63)) & 1 == 1
-        visible = (bit < 0) | (seen & (bit < 64)) | ((block.positions[part, None] < 0) & (slot == 0))
+        visible = torch.where(block.positions[part, None] < 0, slot == 0, (bit < 0) | (seen & (bit < 64)))
         place = places[block.rows[part], :reach]
     return visible if window is None else visible & (place > query - window)
 

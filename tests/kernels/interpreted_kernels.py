@@ -29,6 +29,7 @@ from torch import Tensor
 
 from hf_dsde.kernels import attention as attention_kernel
 from hf_dsde.kernels import elementwise as kernels
+from hf_dsde.kernels import reference
 from hf_dsde.kernels.attention import launch_attention
 from hf_dsde.kernels.attention_plan import LaunchPlan, plan_launch
 from hf_dsde.kernels.block import Block
@@ -73,6 +74,10 @@ def test_attention_is_that_of_the_definition(case, dtype):
         ("window over several blocks", 8),
         ("window and padding", 1),
         ("packed", 2),
+        ("trees", 2),
+        ("trees and padding in front", 1),
+        ("trees in a window", 2),
+        ("trees in a window over several blocks", 8),
     ],
 )
 def test_every_launch_gives_the_same(name, splits, monkeypatch):
@@ -82,6 +87,32 @@ def test_every_launch_gives_the_same(name, splits, monkeypatch):
     for block_m, block_n in ((16, 16), (32, 64)):
         out = run(given, plan_for(given, block_m, block_n, splits))
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("layout", ["packed", "left", "right"])
+def test_a_chain_given_as_a_tree_is_a_chain(layout, window):
+    given = make_attention(AttentionCase((40, 0, 21), (2, 6, 1), layout, window=window), torch.float32)
+    real = given.block.positions >= 0
+    places = torch.where(real, given.block.positions - torch.tensor([40, 0, 21])[given.block.rows], 0)
+    as_tree = replace(given.block, slots=given.block.positions.clone(), ancestors=(2 << places) - 1)
+    torch.testing.assert_close(run(replace(given, block=as_tree)), run(given), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("mutant", ["no ancestors", "all that came before"])
+@pytest.mark.parametrize("ops", [kernels, reference])
+def test_trees_taken_for_something_else_are_noticed(ops, mutant):
+    given = make_attention(ATTENTION_CASES["trees"], torch.float32)
+    head = (given.q, given.keys, given.values)
+    block = given.block
+    wrong = {
+        "no ancestors": {"ancestors": torch.zeros_like(block.ancestors)},
+        "all that came before": {"ancestors": (2 << (block.slots - torch.tensor([40, 0, 7])[block.rows])) - 1},
+    }[mutant]
+    right = ops.ragged_attention(*head, block, given.scaling, None, 64).double()
+    torch.testing.assert_close(right, slow_attention(given), rtol=0, atol=5e-6)
+    out = ops.ragged_attention(*head, replace(block, **wrong), given.scaling, None, 64).double()
+    assert not torch.allclose(out, slow_attention(given), rtol=0, atol=5e-3)
 
 
 def test_a_reach_far_beyond_the_texts_changes_nothing():

@@ -107,7 +107,16 @@ def test_attention_is_that_of_the_definition(kernels, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize("name", ["long and short", "window over several blocks", "a row of padding only"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "long and short",
+        "window over several blocks",
+        "a row of padding only",
+        "trees",
+        "trees in a window over several blocks",
+    ],
+)
 def test_attention_of_divided_rows_is_that_of_the_definition(kernels, name, dtype):
     given = make_attention(ATTENTION_CASES[name], dtype, "cuda")
     for each in (given, without_positions(given)):
