@@ -17,13 +17,13 @@ from hf_dsde.execution.row_block import RowBlock
 LENGTHS = [9, 1, 14, 5]
 """Tokens of each text; the last of them is the root of its tree."""
 PARENTS = [
-    [-1, 0, 1, 0, 3, 3, 2],  # two branches, the second with siblings at one depth, and the first goes on after it
+    [-1, 0, 1, 0, 3, 3, 2, 5],  # two branches, taken up in turn; the second has siblings at one depth
     [-1],
     [-1, 0, 0, 0, 1, 2, 3],  # three branches side by side
     [-1, 0, 1, 2, 3],  # a chain
 ]
 """Which token of its row each token follows."""
-WIDTH = 7
+WIDTH = 8
 
 
 @dataclass(frozen=True)

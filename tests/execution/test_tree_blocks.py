@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("recording")
 TREES = Trees.drawn()
 LAYERS = (1, 2)
 FUSED = [family for family in FAMILIES if why_not_fused(tiny_model(family)) is None]
-SIZE = 24
+SIZE = 32
 WAYS: dict[str, tuple[dict[str, Any], int | None]] = {
     "eager": ({"runner": "eager"}, None),
     "stock attention": ({"runner": "eager", "packed_attention": False}, None),
@@ -51,6 +51,15 @@ def test_every_token_of_a_tree_gets_what_its_path_gives(family: str, way: str) -
         found = TREES.run(runner, TREES.block(size))
         assert found.packed_tokens == size
         TREES.check(model, found, tolerance(model, family), LAYERS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_window_goes_by_positions_and_not_by_slots(window: int, way: str) -> None:
+    model = tiny_model("mistral", sliding_window=window)
+    settings, size = WAYS[way]
+    runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(**settings))
+    TREES.check(model, TREES.run(runner, TREES.block(size)), 1e-6)
 
 
 def wrong_blocks() -> dict[str, RowBlock]:

@@ -25,8 +25,15 @@ from kernel_cases import (
     slow_rotation,
     slow_silu_mul,
 )
+from tiny_models import tiny_model
+from tiny_trees import LENGTHS, Trees
 from torch import Tensor
 
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.execution.fused_decoder import FusedDecoder
+from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import attention as attention_kernel
 from hf_dsde.kernels import elementwise as kernels
 from hf_dsde.kernels import reference
@@ -113,6 +120,23 @@ def test_trees_taken_for_something_else_are_noticed(ops, mutant):
     torch.testing.assert_close(right, slow_attention(given), rtol=0, atol=5e-6)
     out = ops.ragged_attention(*head, replace(block, **wrong), given.scaling, None, 64).double()
     assert not torch.allclose(out, slow_attention(given), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_fused_pass_over_trees_gives_what_plain_decoding_of_each_path_gives(family, packed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model, trees = tiny_model(family, num_hidden_layers=1, sliding_window=2).float(), Trees.drawn()
+    runner = EagerRunner(model, len(LENGTHS), 32, SpeculationConfig(packed_attention=False))
+    block = trees.block(24)
+    trees.run(runner, RowBlock(block.tokens[:, :1], block.positions[:, :1]))
+    if packed:
+        flat, places = block.packed()
+    else:
+        count = torch.full((len(LENGTHS),), block.width)
+        flat, places = replace(block, counts=count, size=block.tokens.numel()).packed()
+    logits = FusedDecoder(model, kernels)(flat, runner.cache, 64, None).logits
+    trees.check(model, PassOutput(logits[places]), 1e-4)
 
 
 def test_a_reach_far_beyond_the_texts_changes_nothing():
