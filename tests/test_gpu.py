@@ -156,9 +156,14 @@ def test_draft_and_target_may_live_on_different_devices(target_device: str, draf
             assert torch.equal(text, expected)
 
 
-@pytest.mark.parametrize("settings", [{}, {"verification": "packed"}, {"runner": "eager"}], ids=str)
-def test_bfloat16_differs_from_plain_generate_at_near_ties_only(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "free_tokens"), [({}, 128), ({}, 0), ({"runner": "eager"}, 128)], ids=["padded", "packed", "eager"]
+)
+def test_bfloat16_differs_from_plain_generate_at_near_ties_only(
+    settings: dict[str, Any], free_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights as wide as a tiny model's make its logits noisy: eager passes of another shape move them by six ulps."""
+    monkeypatch.setattr(target_pass, "FREE_TOKENS", free_tokens)
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
     target = tiny_model(**shape).to(CUDA, torch.bfloat16)
     draft = noisy_copy(tiny_model(**shape).bfloat16(), 0.05).to(CUDA)

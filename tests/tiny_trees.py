@@ -73,7 +73,7 @@ class Trees:
             for index in range(len(parents)):
                 path = self.tokens[row, self.path(row, index)]
                 text = torch.cat([self.texts[row, : LENGTHS[row] - 1], path])
-                output = model(input_ids=text[None], output_hidden_states=bool(layers))
+                output = model(input_ids=text[None].to(model.device), output_hidden_states=bool(layers))
                 pairs = [(found.logits[row, index], output.logits[0, -1].float())]
                 for layer, states in zip(layers, found.hidden, strict=True):
                     pairs.append((states[row, index], output.hidden_states[layer][0, -1]))

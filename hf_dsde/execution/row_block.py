@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -72,9 +72,9 @@ class RowBlock:
         return self.ancestors is not None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowBlock:
-        """Return a block of what `function` makes of each tensor."""
-        tensors = {name: getattr(self, name) for name in ("tokens", "positions", "slots", "ancestors", "counts")}
-        return replace(self, **{name: function(value) for name, value in tensors.items() if value is not None})
+        """Return a block with what `function` makes of each tensor that has an entry for each column."""
+        slots, ancestors = (None if tensor is None else function(tensor) for tensor in (self.slots, self.ancestors))
+        return RowBlock(function(self.tokens), function(self.positions), slots, ancestors, self.counts, self.size)
 
     def packed(self) -> tuple[Block, Tensor]:
         """Pack the block into its `size`, without asking the device for anything; `counts` have to be known.
@@ -85,10 +85,11 @@ class RowBlock:
         """
         assert self.counts is not None
         assert self.size is not None
-        ends = self.counts.cumsum(0)
-        starts = ends - self.counts
+        counts = self.counts.to(self.tokens.device)
+        ends = counts.cumsum(0)
+        starts = ends - counts
         place = torch.arange(self.size, device=self.tokens.device)
-        rows = torch.searchsorted(ends, place, right=True).clamp_max(len(self.counts) - 1)
+        rows = torch.searchsorted(ends, place, right=True).clamp_max(len(counts) - 1)
         columns = (place - starts[rows]).clamp_max(self.width - 1)
         unused = place >= ends[-1]
         block = Block(
@@ -96,7 +97,7 @@ class RowBlock:
             rows=rows,
             positions=self.positions[rows, columns].masked_fill(unused, -1),
             starts=starts.int(),
-            counts=self.counts.int(),
+            counts=counts.int(),
             max_count=self.width,
             slots=None if self.slots is None else self.slots[rows, columns].masked_fill(unused, -1),
             ancestors=None if self.ancestors is None else self.ancestors[rows, columns],

@@ -29,6 +29,7 @@ from hf_dsde.kernels.attention_plan import FEWEST_SLOTS, LaunchPlan, plan_launch
 from hf_dsde.kernels.block import Block
 from hf_dsde.kernels.chaining import await_inputs, chaining
 from hf_dsde.kernels.launching import on_its_device, shared_memory
+from hf_dsde.kernels.trees import begin_of_tree, visible_in_tree
 
 WHOLE_ROW = 1024
 """Tokens from which on a prompt that is alone in its pass is left to torch. On an H200 (32 heads, 8 of keys) its kernel
@@ -71,39 +72,6 @@ def _fill_padding(
 
 
 @triton.jit
-def _begin_of_tree(
-    positions: tl.tensor, slots: tl.tensor, count: int, columns: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the slot of a row's first token, and its place among the row's columns."""
-    column = tl.arange(0, columns)
-    real = tl.load(positions + column, mask=column < count, other=-1) >= 0
-    slot = tl.load(slots + column, mask=real, other=0).to(tl.int32)
-    return tl.min(tl.where(real, slot, 1 << 30), axis=0), tl.min(tl.where(real, column, 1 << 30), axis=0)
-
-
-@triton.jit
-def _visible_in_tree(
-    position: tl.tensor,
-    ancestors: tl.tensor,
-    slot: tl.tensor,
-    base: int,
-    positions: tl.tensor,
-    end: int,
-    window: tl.constexpr,
-) -> tl.tensor:
-    """Say which slots tokens of a tree see; `positions` are those of the tokens from slot `base` on."""
-    bit = slot - base
-    # A shift by more bits than there are is undefined.
-    seen = (ancestors[:, None] >> tl.minimum(tl.maximum(bit, 0), 63).to(tl.int64)[None, :]) & 1
-    visible = (slot < base)[None, :] | ((seen == 1) & (bit < 64)[None, :])
-    if window > 0:
-        inside = (bit >= 0) & (slot < end)
-        place = tl.where(inside, tl.load(positions + bit, mask=inside, other=0).to(tl.int32), slot)
-        visible = visible & (place[None, :] > position[:, None] - window)
-    return visible
-
-
-@triton.jit
 def _attend(
     queries: tl.tensor,
     position: tl.tensor,
@@ -130,7 +98,7 @@ def _attend(
     """Let queries look at the slots from `begin` to before `end`; return sums of values, maxima, sums of weights.
 
     Scores are binary logarithms: `log_scale` is the scaling times log2(e). `ancestors`, `base` and `positions`, as
-    `_visible_in_tree` takes them, matter to a `tree` only.
+    `visible_in_tree` takes them, matter to a `tree` only.
     """
     column, value_column = tl.arange(0, block_dim)[None, :], tl.arange(0, block_value)[None, :]
     largest = tl.full((block_m,), UNSEEN, tl.float32)
@@ -148,7 +116,7 @@ def _attend(
         key = tl.load(keys + slot[:, None] * k_slot + column, mask=key_present, other=0.0)
         score = tl.dot(queries, tl.trans(key), input_precision=precision) * log_scale
         if tree:
-            visible = _visible_in_tree(position, ancestors, slot, base, positions, end, window)
+            visible = visible_in_tree(position, ancestors, slot, base, positions, end, window)
         else:
             visible = slot[None, :] <= position[:, None]
             if window > 0:
@@ -240,7 +208,7 @@ def _attention_kernel(
         earliest = tl.min(tl.where(real, position, last), axis=0) - window + 1
         first = tl.maximum(earliest, 0) // block_n * block_n
     if tree_columns > 0:  # a slot is never below its token's position
-        base, lead = _begin_of_tree(positions + start, slots + start, count, tree_columns)
+        base, lead = begin_of_tree(positions + start, slots + start, count, tree_columns)
         seen = tl.load(ancestors + token, mask=real, other=0)
         last = tl.max(tl.load(slots + token, mask=real, other=-1).to(tl.int32), axis=0)
     share = tl.cdiv(tl.cdiv(last + 1 - first, splits), block_n) * block_n

@@ -12,6 +12,7 @@ import torch
 from stored import store_texts
 from tiny_models import VOCABULARY, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_text import tiny_tokenizer
+from tiny_trees import LENGTHS, Trees
 from transformers import PreTrainedModel
 from waits import RecordsRows, noted_waits
 
@@ -362,6 +363,20 @@ def test_recorded_passes_give_the_hidden_states_of_transformers(family: str, set
         for hidden in passes:
             torch.testing.assert_close(hidden[place], wanted, rtol=1e-4, atol=1e-4)
     assert runner.recording_costs.passes > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("settings", "size"), [({}, None), ({}, 32), ({"fused_layers": False}, None), ({"runner": "eager"}, None)], ids=str
+)
+def test_every_token_of_a_tree_gets_what_its_path_gives(
+    family: str, settings: dict[str, Any], size: int | None
+) -> None:
+    model, trees = tiny_model(family).float().to(CUDA), Trees.drawn()
+    runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(**settings), hidden_layers=(1, 2))
+    for _ in range(2):  # the second time, everything is recorded
+        trees.check(model, trees.run(runner, trees.block(size)), 1e-4, (1, 2))
+    assert isinstance(runner, GraphRunner) == (settings.get("runner") != "eager")
 
 
 def test_recorded_passes_survive_a_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from kernel_cases import (
+    ATTENTION_CASES,
     DISTRIBUTIONS,
     NUCLEI,
+    make_attention,
     rounded_gated,
     slow_entropy_and_top,
     slow_linear,
     slow_nucleus,
+)
+from kernel_cases import (
+    slow_attention as slow_attention_of,
 )
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -183,6 +188,14 @@ def test_attention_is_that_of_loops(heads: tuple[int, int], window: int | None) 
     result = reference.ragged_attention(q, keys, values, block, 0.7, window, reach=9)
     assert result.shape == (len(ROWS), heads[0] * 6)
     torch.testing.assert_close(result, slow_attention(q, keys, values, block, 0.7, window), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, case in ATTENTION_CASES.items() if case.tree])
+def test_attention_of_trees_is_that_of_the_definition(name: str) -> None:
+    given = make_attention(ATTENTION_CASES[name], torch.float64)
+    states = given.q, given.keys, given.values
+    result = reference.ragged_attention(*states, given.block, given.scaling, given.window, given.reach)
+    torch.testing.assert_close(result, slow_attention_of(given), rtol=1e-9, atol=1e-9)
 
 
 def test_slots_out_of_sight_do_not_matter() -> None:
