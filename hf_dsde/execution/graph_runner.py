@@ -285,7 +285,7 @@ class GraphRunner(EagerRunner):
 
     def _record(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
         if shape[0] == "packed":
-            return self._record_packed(*shape[1:], reach)
+            return self._record_packed(shape, reach)
         if shape[0] == "store":
             return self._record_store(shape[1], reach)
         _, rows, width, kept, tree = shape
@@ -303,7 +303,8 @@ class GraphRunner(EagerRunner):
         replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
         return RecordedPass(replay, buffers, block, keep, self._choices)
 
-    def _record_packed(self, size: int, widest: int, tree: bool, reach: int) -> RecordedPass:
+    def _record_packed(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
+        _, size, widest, tree = shape
         buffers = BlockBuffers(1, size, self.device, tree=tree)
         block = self._fused_block(size, widest, buffers)
         return RecordedPass(self._workspace.capture(self._fused_forward(block, reach, None)), buffers, block)

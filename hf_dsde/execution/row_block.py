@@ -92,14 +92,15 @@ class RowBlock:
         rows = torch.searchsorted(ends, place, right=True).clamp_max(len(counts) - 1)
         columns = (place - starts[rows]).clamp_max(self.width - 1)
         unused = place >= ends[-1]
+        positions = self.positions[rows, columns].masked_fill(unused, -1)
         block = Block(
             tokens=self.tokens[rows, columns],
             rows=rows,
-            positions=self.positions[rows, columns].masked_fill(unused, -1),
+            positions=positions,
             starts=starts.int(),
             counts=counts.int(),
             max_count=self.width,
-            slots=None if self.slots is None else self.slots[rows, columns].masked_fill(unused, -1),
+            slots=positions if self.slots is None else self.slots[rows, columns].masked_fill(unused, -1),
             ancestors=None if self.ancestors is None else self.ancestors[rows, columns],
         )
         return block, (starts[:, None] + torch.arange(self.width, device=rows.device)).clamp_max(self.size - 1)
