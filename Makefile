@@ -62,7 +62,7 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	out_of_memory output output_on_disk prefetch row_results) \
 	tests/kernels/test_kernels.py \
 	$(patsubst %,tests/test_%.py,config evaluate_modules live_plots signals) \
-	$(patsubst %,tests/execution/test_%.py,cuda_graphs recorded_function) \
+	$(patsubst %,tests/execution/test_%.py,cuda_graphs) \
 	$(patsubst %,tests/decoding/test_%.py,run_ahead_plain transfers verification) \
 	$(patsubst %,tests/measurement/test_%.py,statistics clock)
 

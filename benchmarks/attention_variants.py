@@ -31,6 +31,7 @@ from hf_dsde.execution.graph_runner import MIN_REACH
 from hf_dsde.kernels.attention_plan import LaunchPlan, plan_launch
 from hf_dsde.kernels.block import Block
 from hf_dsde.measurement import provenance
+from hf_dsde.utils.tuning import tuning_of
 
 ROTATED_BYTES = 192 << 20
 """Caches take turns until they come to this, several times the L2 cache."""
@@ -279,7 +280,7 @@ def _measure(shape: Shape, names: list[str], bandwidth: float, device: torch.dev
 
 
 def _tried(variant: Callable[[Inputs], Launch], inputs: list[Inputs]) -> dict[str, Any]:
-    """Time and error of a variant, or why it failed; one that fails shall not stop the others."""
+    """Time and error of a variant, or why it failed; one that fails must not stop the others."""
     try:
         launches = [variant(given) for given in inputs]
         error = max(
@@ -314,7 +315,8 @@ def _graph_microseconds(launches: list[Launch], replays: int = 9) -> float:
 def _neighbours(shape: Shape, device: torch.device) -> list[LaunchPlan]:
     """Launch shapes that differ from the chosen one in one respect; of short texts, also without a merge."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    chosen = plan_launch(shape.width * shape.group, shape.rows * shape.kv_heads, shape.reach, shape.dim, 2, processors)
+    sizes = (shape.width * shape.group, shape.rows * shape.kv_heads, shape.reach, shape.dim, 2, processors)
+    chosen = plan_launch(*sizes, times=tuning_of(device).attention)
     if shape.context <= SHORT_CONTEXT:  # few, since each is another compilation
         plans = [chosen, *(replace(chosen, splits=splits) for splits in (1, 2, 4))]
         whole = replace(chosen, splits=1)

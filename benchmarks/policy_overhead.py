@@ -19,6 +19,7 @@ import hf_dsde
 from hf_dsde import pairs
 from hf_dsde.cli.demo.prompts import DEMO_PROMPTS
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.measurement import provenance
 from hf_dsde.measurement.statistics import SpeculationStatistics
 
@@ -41,7 +42,7 @@ def main(
     pairs.generate_once(pair, inputs, SpeculationConfig("auto"), max_new_tokens=16, do_sample=False)  # warms up
     for _ in range(repeats):
         for name, runs in measured.items():
-            config = SpeculationConfig(name, cost_probe=False)
+            config = SpeculationConfig(name, options=RuntimeOptions(cost_probe=False))
             out, _ = pairs.generate_once(pair, inputs, config, max_new_tokens=max_new_tokens, do_sample=False)
             runs.append(out.speculation_statistics)
     scores = {name: _score(runs) for name, runs in measured.items()}

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from hf_dsde.bench.pairs import load_named_pair
 from hf_dsde.bench.provenance import collect
 from hf_dsde.bench.workloads import Workload, read_prompt_file
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.spans import Span
 from hf_dsde.pairs import encode
 
@@ -50,8 +50,7 @@ def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int) -> l
 
 def stored(model: PreTrainedModel, prompts: list[Tensor], repeats: int) -> list[float]:
     """Seconds that storing prompts takes, all but their last tokens, as a call does it."""
-    config = SpeculationConfig()
-    runner = create_runner(model, len(prompts), max(map(len, prompts)) + 256, config)
+    runner = create_runner(model, len(prompts), max(map(len, prompts)) + 256, RuntimeOptions())
     spans = [Span(row, 0, len(prompt) - 1) for row, prompt in enumerate(prompts)]
     tokens = torch.cat([prompt[:-1] for prompt in prompts])
     with runner.active(), torch.no_grad():

@@ -32,16 +32,16 @@ console = Console()
 
 @contextmanager
 def timed_replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
-    """Collect an event before and behind each replay."""
+    """Collect an event before and after each replay."""
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     original = CudaReplay.__call__
 
     def timed(self: CudaReplay) -> None:
-        before, behind = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
         original(self)
-        behind.record()
-        events.append((before, behind))
+        after.record()
+        events.append((before, after))
 
     CudaReplay.__call__ = timed  # type: ignore[method-assign]
     try:
@@ -62,7 +62,7 @@ def measure(pair: Pair, texts: list[str], policy: str, request: Request, repeats
         torch.cuda.synchronize()
         assert answer.own is not None
         rounds = len(answer.own.rounds)
-        replays = sum(before.elapsed_time(behind) for before, behind in events) / rounds
+        replays = sum(before.elapsed_time(after) for before, after in events) / rounds
         own = answer.own
         parts = {"draft": own.draft_seconds, "verify": own.verify_seconds, "rest": own.bookkeeping_seconds}
         parts = {name: 1000 * seconds / rounds for name, seconds in parts.items()}

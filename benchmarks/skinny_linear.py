@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hf_dsde.measurement import provenance
+from hf_dsde.utils.tuning import tuning_of
 
 ROTATED_BYTES = 256 << 20
 """Sets of weights take turns until they come to this, several times the L2 cache."""
@@ -129,14 +130,15 @@ def _measure(product: Product, tokens: int, weights: list[list[Tensor]], *, swee
     gated = product.kind == "gated"
     device = weights[0][0].device
     x = torch.randn(tokens, product.width, dtype=torch.bfloat16, device=device)
-    planned = skinny_linear.plan_product(tokens, sum(product.rows), product.width, 2, gated=gated)
+    rows, tuning = sum(product.rows), tuning_of(device)
+    planned = skinny_linear.plan_product(tokens, rows, product.width, 2, gated=gated, tuning=tuning)
     plans = [planned]
     if sweep:
         blocks = GATED_BLOCKS if gated else LINEARS_BLOCKS
         for block_n, block_k, warps, stages in (*blocks, *(WIDE_BLOCKS if tokens > 16 else ())):
-            if block_n >= 64 and sum(product.rows) < 8192:  # fewer programs than processors
+            if block_n >= 64 and rows < 8192:  # fewer programs than processors
                 continue
-            if block_n == 8 and sum(product.rows) > 16384:
+            if block_n == 8 and rows > 16384:
                 continue
             shape = skinny_linear.SkinnyPlan(planned.block_m, block_n, block_k, warps, stages)
             plans.append(skinny_linear.fitted(shape, product.width))
@@ -153,7 +155,7 @@ def _measure(product: Product, tokens: int, weights: list[list[Tensor]], *, swee
     for entry in found:
         if "microseconds" in entry and "microseconds" in baseline:
             entry["ratio_to_library"] = entry["microseconds"] / baseline["microseconds"]
-    pays = skinny_linear.pays(tokens, len(product.rows), sum(product.rows), product.width, torch.bfloat16)
+    pays = skinny_linear.pays(tokens, len(product.rows), rows, product.width, torch.bfloat16, device)
     return {**vars(product), "tokens": tokens, "pays": pays, "library": baseline, "launches": found}
 
 
@@ -176,7 +178,7 @@ def _expected(x: Tensor, weights: list[Tensor], *, gated: bool) -> list[Tensor]:
 
 
 def _tried(launches: list[Launch], expected: list[Tensor], read: int) -> dict[str, Any]:
-    """Time and error of a launch, or why it failed; one that fails shall not stop the others."""
+    """Time and error of a launch, or why it failed; one that fails must not stop the others."""
     try:
         error = max(
             float((found.float() - right).abs().max()) for found, right in zip(launches[0](), expected, strict=True)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hf_dsde.decoding.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
     from hf_dsde.drafting.layer_draft import load_draft
     from hf_dsde.execution.create_runner import RunnerWarning, release_memory
+    from hf_dsde.execution.options import RuntimeOptions
     from hf_dsde.integration.hooks import disable, enable, generate, install, uninstall
     from hf_dsde.integration.outputs import SpeculativeGenerateOutput
     from hf_dsde.measurement.statistics import SpeculationStatistics, SpeculationWarning
@@ -42,6 +43,7 @@ else:
             "RowResult": "hf_dsde.batch.results",
             "RowStatistics": "hf_dsde.batch.results",
             "RunnerWarning": "hf_dsde.execution.create_runner",
+            "RuntimeOptions": "hf_dsde.execution.options",
             "SpeculationConfig": "hf_dsde.config",
             "SpeculationStatistics": "hf_dsde.measurement.statistics",
             "SpeculationWarning": "hf_dsde.measurement.statistics",
@@ -73,6 +75,7 @@ __all__ = [
     "RowResult",
     "RowStatistics",
     "RunnerWarning",
+    "RuntimeOptions",
     "SpeculationConfig",
     "SpeculationStatistics",
     "SpeculationWarning",

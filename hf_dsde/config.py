@@ -1,18 +1,18 @@
-"""Every knob of speculative decoding, validated, immutable, and kept in `speculation_config.json`."""
+"""How a call speculates: validated, immutable, and kept in `speculation_config.json` but for the machine's options."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
 
 from hf_dsde.costs import CostModel
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.policies import StoppingPolicy, create_policy
 from hf_dsde.utils.checks import check_choice, check_flag, check_integer
 
@@ -31,23 +31,11 @@ class SpeculationConfig:
         fill_to_batch: Whether every active row drafts as many tokens as the batch's longest. Free in a padded pass.
         runner: How forward passes are run: `eager`, or `graph`, which records them as CUDA graphs. None takes `graph`
             on a CUDA device and `eager` elsewhere.
-        fused_layers: Whether a recorded pass of a model of a known structure uses this package's kernels between the
-            model's matrix products.
-        max_graphs: The most recorded passes a model keeps.
-        width_buckets: Numbers of tokens per row to which a pass is padded, ascending; a wider pass is padded to a
-            multiple of the largest. None takes the runner's own.
-        view_bucket: Cache views are multiples of this many slots.
-        prefill_chunk: Prompt tokens of all rows together in a pass that stores them.
-        cost_probe: Whether one round of a long call runs without drafts, to measure what a plain step costs.
-        drop_finished_rows: Whether rows that have ended leave the models' passes, once a quarter of those in them have.
-            They stay where hooks run in a model, which may hold something for each row.
-        packed_attention: Whether query heads that share a key-value head are folded into the query length.
         costs: What passes cost, as `CostModel.to_dict` gives it, for policies that weigh cost against gain. None lets
             the first call of a pair and batch size measure it.
-        keep_memory: Whether caches and recorded passes stay on the device for the next call. Without them, each call
-            records its passes again: for loops that train between two calls, and need the memory.
         refresh_costs: Whether the timings of rounds go on moving the costs. Decisions that rest on timings differ from
             run to run, and with them the draws of a sampled text; given costs without refreshing can be repeated.
+        options: How this machine runs the passes. No part of what is saved.
     """
 
     policy: str = "dsde"
@@ -55,17 +43,14 @@ class SpeculationConfig:
     max_draft_length: int = 32
     fill_to_batch: bool = False
     runner: str | None = None
-    fused_layers: bool = True
-    max_graphs: int = 256
-    width_buckets: tuple[int, ...] | None = None
-    view_bucket: int = 64
-    prefill_chunk: int = 8192
-    cost_probe: bool = True
-    drop_finished_rows: bool = True
-    packed_attention: bool = True
     costs: dict[str, Any] | None = field(default=None, hash=False)
     refresh_costs: bool = True
-    keep_memory: bool = True
+    options: RuntimeOptions = field(default=RuntimeOptions(), hash=False)
+
+    def __new__(cls, *_: Any, **named: Any) -> SpeculationConfig:  # noqa: PYI034 - Python 3.10 has no Self
+        """Refuse what is a field of the options, and say where it goes."""
+        _refuse_options(named)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check every field and bring it into the form that JSON gives back."""
@@ -84,18 +69,11 @@ class SpeculationConfig:
         check_flag("fill_to_batch", self.fill_to_batch)
         if self.runner is not None:
             check_choice("runner", self.runner, RUNNERS)
-        check_flag("fused_layers", self.fused_layers)
-        check_integer("max_graphs", self.max_graphs, 1)
-        object.__setattr__(self, "width_buckets", _ascending_buckets(self.width_buckets))
-        check_integer("view_bucket", self.view_bucket, 1)
-        check_integer("prefill_chunk", self.prefill_chunk, 1)
-        check_flag("cost_probe", self.cost_probe)
-        check_flag("drop_finished_rows", self.drop_finished_rows)
-        check_flag("packed_attention", self.packed_attention)
         check_flag("refresh_costs", self.refresh_costs)
-        check_flag("keep_memory", self.keep_memory)
         if self.costs is not None:
             object.__setattr__(self, "costs", CostModel.from_dict(self.costs).to_dict())
+        if not isinstance(self.options, RuntimeOptions):
+            raise TypeError(f"`options` is {self.options!r}, but a RuntimeOptions is needed.")
         self.build_policy()
 
     @property
@@ -112,26 +90,26 @@ class SpeculationConfig:
 
         Arguments belong to a policy: a new `policy` without `policy_arguments` starts from that policy's defaults.
         """
-        _refuse_unknown(changes)
+        _refuse_unknown(changes, [*SAVED, "options"])
         if changes.get("policy", self.policy) != self.policy:
             changes.setdefault("policy_arguments", {})
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON holds them."""
-        values: dict[str, Any] = json.loads(json.dumps({f.name: getattr(self, f.name) for f in fields(self)}))
+        """All fields but `options`, as JSON holds them."""
+        values: dict[str, Any] = json.loads(json.dumps({name: getattr(self, name) for name in SAVED}))
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculationConfig:
-        """The config that `to_dict` described; absent fields take their defaults, unknown ones are refused."""
+        """The config that `to_dict` described; absent fields and options take defaults, unknown ones are refused."""
         if not isinstance(values, Mapping):
             raise TypeError(f"`values` is {values!r}, but a mapping of field names to values is needed.")
-        _refuse_unknown(values)
+        _refuse_unknown(values, SAVED)
         return cls(**values)
 
     def to_json(self) -> str:
-        """All fields as indented JSON text."""
+        """`to_dict` as indented JSON text."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
@@ -178,11 +156,26 @@ class SpeculationConfig:
             raise ValueError(f"{path} holds no valid speculation config: {failure}") from failure
 
 
-def _refuse_unknown(values: Mapping[str, Any]) -> None:
-    known = [f.name for f in fields(SpeculationConfig)]
+SAVED = tuple(f.name for f in fields(SpeculationConfig) if f.name != "options")
+"""Fields that decide what is drafted. `options` belong to the process, and are written nowhere."""
+OPTIONS = tuple(f.name for f in fields(RuntimeOptions))
+
+
+def _refuse_options(values: Mapping[str, Any]) -> None:
+    """Say where a field of the options goes."""
+    moved = [name for name in OPTIONS if name in values]
+    if moved:
+        raise TypeError(
+            f"SpeculationConfig has no field `{'`, `'.join(moved)}`: how passes are run is not saved with a model. "
+            f"Use SpeculationConfig(options=RuntimeOptions({moved[0]}=...)), and keep it out of {CONFIG_NAME}."
+        )
+
+
+def _refuse_unknown(values: Mapping[str, Any], known: Sequence[str]) -> None:
+    _refuse_options(values)
     for name in values:
         if name not in known:
-            close = get_close_matches(str(name), known, n=1)
+            close = get_close_matches(str(name), [*known, *OPTIONS], n=1)
             hint = f"Did you mean `{close[0]}`? " if close else ""
             raise ValueError(
                 f"SpeculationConfig has no field `{name}`. {hint}Its fields are: {', '.join(known)}. "
@@ -202,15 +195,3 @@ def _plain_arguments(arguments: Any) -> dict[str, Any]:
             "Use numbers, strings, booleans, None, lists and dicts."
         ) from failure
     return copy
-
-
-def _ascending_buckets(buckets: Any) -> tuple[int, ...] | None:
-    """The buckets as a tuple, if they ascend."""
-    if buckets is None:
-        return None
-    accepted = "ascending integers of at least 1, or None, are needed"
-    if not isinstance(buckets, (list, tuple)) or any(isinstance(b, bool) or not isinstance(b, int) for b in buckets):
-        raise TypeError(f"`width_buckets` is {buckets!r}, but {accepted}.")
-    if not buckets or buckets[0] < 1 or any(a >= b for a, b in pairwise(buckets)):
-        raise ValueError(f"`width_buckets` is {buckets!r}, but {accepted}.")
-    return tuple(buckets)

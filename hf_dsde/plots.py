@@ -66,7 +66,7 @@ class LivePlot:
         self._labels = [f"row {row}" for row in range(rows)] if labels is None else list(labels)
         if len(self._labels) != rows:
             raise ValueError(f"`labels` has {len(self._labels)} entries; need one per row shown, `rows` = {rows}.")
-        _new_figure(1, 1)  # A missing matplotlib shall be said before anything is generated.
+        _new_figure(1, 1)  # A missing matplotlib is said before anything is generated.
         self.policy = WatchedPolicy(_policy_of(policy), rows)
         self.policy.on_round = self._redraw_if_due
         self._next_drawing = inf
@@ -199,7 +199,7 @@ def acceptance_figure(calls: Mapping[str, SpeculationStatistics], fewest: int = 
     """Draw the acceptance rate of each position of a draft, a line for each call that drafted.
 
     Args:
-        calls: Statistics by the name that the legend shall show.
+        calls: Statistics by the name that the legend shows.
         fewest: Positions at which a call drafted fewer tokens are left out: their rates are chance.
 
     Raises:
@@ -225,7 +225,7 @@ def time_figure(calls: Mapping[str, SpeculationStatistics]) -> Figure:
     """Draw where the seconds of each call went, as stacked bars.
 
     Args:
-        calls: Statistics by the name that the axis shall show.
+        calls: Statistics by the name that the axis shows.
 
     Raises:
         ImportError: If matplotlib is not installed.

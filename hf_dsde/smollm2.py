@@ -38,7 +38,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER_NAME = "SmolLM2-135M-Instruct"
 CACHE_VARIABLE = "HF_DSDE_CACHE"
-# Raised whenever the converted folder changes, so that folders of older versions are made anew.
+# Raised whenever the converted folder changes, so that folders of older versions are made again.
 CONVERSION_VERSION = 1
 MANIFEST_NAME = "hf_dsde_source.json"
 END_OF_TURN = "<|im_end|>"

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hf_dsde.execution import create_runner as runners
-from hf_dsde.execution import recorded_function
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
@@ -159,7 +158,6 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> list[NotingCapture]:
         captures.append(NotingCapture())
         return captures[-1]
 
-    monkeypatch.setattr(recorded_function, "_memories", recorded_function._Memories())
     monkeypatch.setattr(runners, "can_record", lambda device: True)
     monkeypatch.setattr(runners, "capture_on", capture_on)
     return captures

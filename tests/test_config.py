@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 
 from hf_dsde import config as config_module
 from hf_dsde.config import CONFIG_NAME, SpeculationConfig
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.policies import DSDEStoppingPolicy, StaticPolicy
+
+OPTIONS = {f.name: f.type for f in fields(RuntimeOptions)}
 
 policies = st.one_of(
     st.tuples(st.just("static"), st.fixed_dictionaries({}, optional={"num_draft_tokens": st.integers(0, 50)})),
@@ -43,17 +47,13 @@ policies = st.one_of(
 def configs(draw: st.DrawFn) -> SpeculationConfig:
     policy, arguments = draw(policies)
     positive = st.integers(1, 4096)
-    buckets = st.none() | st.sets(positive, min_size=1, max_size=6).map(lambda sizes: tuple(sorted(sizes)))
     return SpeculationConfig(
         policy=policy,
         policy_arguments=arguments,
         max_draft_length=draw(positive),
         fill_to_batch=draw(st.booleans()),
-        width_buckets=draw(buckets),
-        view_bucket=draw(positive),
-        prefill_chunk=draw(positive),
-        cost_probe=draw(st.booleans()),
-        packed_attention=draw(st.booleans()),
+        runner=draw(st.sampled_from([None, "eager", "graph"])),
+        refresh_costs=draw(st.booleans()),
     )
 
 
@@ -71,14 +71,23 @@ class TestRoundTrip:
             assert hash(other) == hash(config)
 
     def test_folder(self, tmp_path: Path) -> None:
-        config = SpeculationConfig(policy="static", policy_arguments={"num_draft_tokens": 3}, width_buckets=(4, 8))
+        config = SpeculationConfig(policy="static", policy_arguments={"num_draft_tokens": 3}, runner="eager")
         config.save_pretrained(tmp_path / "made" / "on the way")
         assert (tmp_path / "made" / "on the way" / CONFIG_NAME).is_file()
         assert SpeculationConfig.from_pretrained(tmp_path / "made" / "on the way") == config
         assert SpeculationConfig.from_pretrained(tmp_path, subfolder="made/on the way") == config
 
-    def test_every_field_is_saved(self) -> None:
-        assert list(SpeculationConfig().to_dict()) == [f.name for f in fields(SpeculationConfig)]
+    def test_every_field_but_the_options_is_saved(self) -> None:
+        assert [*SpeculationConfig().to_dict(), "options"] == [f.name for f in fields(SpeculationConfig)]
+
+    def test_options_stay_with_the_process(self, tmp_path: Path) -> None:
+        config = SpeculationConfig("static", options=RuntimeOptions(prefill_chunk=7, keep_memory=False))
+        config.save_pretrained(tmp_path)
+        assert SpeculationConfig.from_pretrained(tmp_path) == SpeculationConfig("static")
+        assert hash(config) == hash(SpeculationConfig("static"))
+        assert config != SpeculationConfig("static")
+        for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):  # noqa: S301
+            assert copied == config
 
     def test_absent_fields_take_their_defaults(self) -> None:
         assert SpeculationConfig.from_json("{}") == SpeculationConfig()
@@ -139,8 +148,9 @@ class TestPolicy:
 
 class TestReplace:
     def test_changes_one_field(self) -> None:
-        config = SpeculationConfig(view_bucket=128)
-        assert config.replace(max_draft_length=4) == SpeculationConfig(view_bucket=128, max_draft_length=4)
+        config = SpeculationConfig(options=RuntimeOptions(view_bucket=128))
+        assert config.replace(max_draft_length=4) == SpeculationConfig(max_draft_length=4, options=config.options)
+        assert config.replace(options=RuntimeOptions()) == SpeculationConfig()
         assert config.max_draft_length == 32
 
     def test_another_policy_starts_from_its_own_defaults(self) -> None:
@@ -149,8 +159,8 @@ class TestReplace:
         assert config.replace(policy="dsde").policy_arguments == {"sl_max": 8}
 
     def test_is_checked(self) -> None:
-        with pytest.raises(ValueError, match="`view_bucket` is 0"):
-            SpeculationConfig().replace(view_bucket=0)
+        with pytest.raises(ValueError, match="`max_draft_length` is 0"):
+            SpeculationConfig().replace(max_draft_length=0)
         with pytest.raises(ValueError, match=r"no field `max_length`.*Did you mean `max_draft_length`"):
             SpeculationConfig().replace(max_length=3)
 
@@ -176,15 +186,8 @@ class TestReplace:
         ({"fill_to_batch": 1}, TypeError, ["`fill_to_batch` is 1", "True or False"]),
         ({"runner": "fast"}, ValueError, ["`runner` is 'fast'", "'eager'"]),
         ({"runner": "compile"}, ValueError, ["`runner` is 'compile', but one of 'eager', 'graph'"]),
-        ({"width_buckets": ()}, ValueError, ["`width_buckets` is ()", "ascending"]),
-        ({"width_buckets": (8, 4)}, ValueError, ["`width_buckets` is (8, 4)", "ascending"]),
-        ({"width_buckets": (0, 4)}, ValueError, ["at least 1"]),
-        ({"width_buckets": 8}, TypeError, ["`width_buckets` is 8"]),
-        ({"width_buckets": (4, 8.0)}, TypeError, ["`width_buckets` is (4, 8.0)"]),
-        ({"view_bucket": 0}, ValueError, ["`view_bucket` is 0"]),
-        ({"prefill_chunk": -1}, ValueError, ["`prefill_chunk` is -1"]),
-        ({"cost_probe": None}, TypeError, ["`cost_probe` is None"]),
-        ({"packed_attention": "yes"}, TypeError, ["`packed_attention` is 'yes'"]),
+        ({"refresh_costs": None}, TypeError, ["`refresh_costs` is None", "True or False"]),
+        ({"options": {"prefill_chunk": 1}}, TypeError, ["`options` is {'prefill_chunk': 1}", "RuntimeOptions"]),
     ],
 )
 def test_bad_values_are_named(changes: dict[str, Any], error: type[Exception], fragments: list[str]) -> None:
@@ -192,6 +195,52 @@ def test_bad_values_are_named(changes: dict[str, Any], error: type[Exception], f
         SpeculationConfig(**changes)
     for fragment in fragments:
         assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "fragment"),
+    [
+        ({"view_bucket": 0}, ValueError, "`view_bucket` is 0, but an integer of at least 1"),
+        ({"prefill_chunk": -1}, ValueError, "`prefill_chunk` is -1"),
+        ({"max_graphs": 1.0}, TypeError, "`max_graphs` is 1.0"),
+        *(
+            ({name: 1}, TypeError, f"`{name}` is 1, but True or False")
+            for name, kind in OPTIONS.items()
+            if kind == "bool"
+        ),
+    ],
+)
+def test_bad_options_are_named(changes: dict[str, Any], error: type[Exception], fragment: str) -> None:
+    for refused in (RuntimeOptions, RuntimeOptions().replace):
+        with pytest.raises(error, match=fragment):
+            refused(**changes)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_refused_wherever_a_configuration_is_made(name: str, tmp_path: Path) -> None:
+    value = getattr(RuntimeOptions(), name)
+    way_out = rf"no field `{name}`.*SpeculationConfig\(options=RuntimeOptions\({name}="
+    makers: list[Callable[[], SpeculationConfig]] = [
+        lambda: SpeculationConfig("static", **{name: value}),
+        lambda: SpeculationConfig().replace(**{name: value}),
+        lambda: SpeculationConfig.from_dict({name: value}),
+    ]
+    for make in makers:
+        with pytest.raises(TypeError, match=way_out):
+            make()
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({"policy": "static", name: value}))
+    with pytest.raises(ValueError, match=rf"holds no valid speculation config: .*{way_out}"):
+        SpeculationConfig.from_pretrained(tmp_path)
+
+
+def test_a_file_with_several_options_names_all_of_them() -> None:
+    with pytest.raises(TypeError, match="no field `keep_memory`, `prefill_chunk`"):
+        SpeculationConfig.from_dict({"prefill_chunk": 8192, "policy": "static", "keep_memory": True})
+
+
+def test_a_file_holds_no_options() -> None:
+    with pytest.raises(ValueError, match="no field `options`"):
+        SpeculationConfig.from_json('{"options": {"keep_memory": false}}')
 
 
 def test_unknown_keys_are_refused_by_name() -> None:

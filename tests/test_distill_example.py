@@ -28,6 +28,14 @@ def examples_on_the_path():
     sys.path.remove(str(EXAMPLES))
 
 
+@pytest.fixture(autouse=True)
+def accelerate_starts_anew():
+    """A process has one state of Accelerate, which whatever ran before may have settled otherwise."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture
 def distill_draft():
     return importlib.import_module("distill_draft")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_calls import QUIET, assert_same_text, end_tokens, endless_model, pair, plain, speculative
+from tiny_calls import QUIET, assert_same_text, config_of, end_tokens, endless_model, pair, plain, speculative
 from tiny_models import (
     AGREEMENT,
     FAMILIES,
@@ -28,6 +28,7 @@ from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
+from hf_dsde.execution import model_runner
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
@@ -101,7 +102,7 @@ def test_every_batch_size(rows: int, stop_probability: float) -> None:
     fill_to_batch=st.booleans(),
     packed_attention=st.booleans(),
     drop_finished_rows=st.booleans(),
-    width_buckets=st.sampled_from([None, (1,), (4,), (2, 5)]),
+    buckets=st.sampled_from([model_runner.WIDTH_BUCKETS, (1,), (4,), (2, 5)]),
     view_bucket=st.sampled_from([1, 7, 64]),
     prefill_chunk=st.sampled_from([1, 3, 512]),
     seed=st.integers(0, 1000),
@@ -115,6 +116,7 @@ def test_any_batch_lengths_and_settings(
     stop_probability: float,
     max_new_tokens: int,
     end: int | None,
+    buckets: tuple[int, ...],
     seed: int,
     **changes: Any,
 ) -> None:
@@ -127,7 +129,9 @@ def test_any_batch_lengths_and_settings(
     if end is not None:
         arguments["eos_token_id"] = end_tokens(target, inputs, (seed % len(lengths), end))
     policy = RandomLengths(longest, seed=seed, stop_probability=stop_probability)
-    output = speculative(target, draft, inputs, policy, QUIET.replace(**changes), **arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "WIDTH_BUCKETS", buckets)
+        output = speculative(target, draft, inputs, policy, config_of(QUIET, **changes), **arguments)
     assert_same_text(output, plain(target, inputs, **arguments))
 
 
@@ -137,14 +141,16 @@ def test_any_batch_lengths_and_settings(
     [
         {"packed_attention": False},
         {"fill_to_batch": True},
-        {"width_buckets": (4,), "view_bucket": 7, "prefill_chunk": 3},
+        {"view_bucket": 7, "prefill_chunk": 3},
     ],
     ids=["not-packed", "filled-to-batch", "odd-buckets"],
 )
 def test_settings_do_not_change_the_text(changes: dict[str, Any], family: str) -> None:
     target, draft = pair(family)
     inputs = ragged_batch([9, 1, 4, 12])
-    output = speculative(target, draft, inputs, RandomLengths(5, seed=5), QUIET.replace(**changes), max_new_tokens=20)
+    output = speculative(
+        target, draft, inputs, RandomLengths(5, seed=5), config_of(QUIET, **changes), max_new_tokens=20
+    )
     assert_same_text(output, plain(target, inputs, max_new_tokens=20))
 
 
@@ -171,7 +177,7 @@ def test_rows_that_leave_do_not_change_the_text(family: str, do_sample: bool) ->
     outputs = []
     for drop_finished_rows in (True, False):
         torch.manual_seed(5)
-        config = QUIET.replace(drop_finished_rows=drop_finished_rows)
+        config = config_of(QUIET, drop_finished_rows=drop_finished_rows)
         policy = RandomLengths(4, seed=8, stop_probability=0.2)
         outputs.append(
             speculative(
@@ -350,7 +356,7 @@ def test_prompts_of_very_different_length() -> None:
 def test_cost_probe_is_a_plain_round_of_long_calls_only() -> None:
     target, draft = pair(agreement="full")
     inputs = ragged_batch([5, 1])
-    config = hf_dsde.SpeculationConfig(cost_probe=True)
+    config = hf_dsde.SpeculationConfig()
     for max_new_tokens, probed in [(63, False), (64, True)]:
         output = speculative(target, draft, inputs, hf_dsde.StaticPolicy(6), config, max_new_tokens=max_new_tokens)
         assert_same_text(output, plain(target, inputs, max_new_tokens=max_new_tokens))

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_calls import config_of
 from tiny_models import FAMILIES, PAD, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding import target_pass
 from hf_dsde.divergence import Verdict, compare_outputs
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
@@ -26,6 +26,7 @@ from hf_dsde.execution.cuda_graphs import CudaCapture
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.memory import cache_bytes
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.workspaces import workspaces
 from hf_dsde.integration import generation
 
@@ -68,7 +69,7 @@ def speculative(family: str = "llama", policy: Any = None, **settings: Any) -> t
         do_sample=False,
         assistant_model=draft,
         speculation_policy=policy or RandomLengths(stop_probability=0.1),
-        speculation_config=SpeculationConfig(**settings),
+        speculation_config=config_of(**settings),
     )
 
 
@@ -175,7 +176,7 @@ def test_bfloat16_differs_from_plain_generate_at_near_ties_only(
         do_sample=False,
         assistant_model=draft,
         speculation_policy="dsde",
-        speculation_config=SpeculationConfig(**settings),
+        speculation_config=config_of(**settings),
     )
     prompts = (inputs["input_ids"], inputs["attention_mask"])
     comparison = compare_outputs(target, *prompts, expected, text, pad_token_id=PAD, tolerance_ulps=8)
@@ -235,7 +236,7 @@ def fresh_pair(dtype: torch.dtype = torch.float32, device: torch.device = CUDA) 
             do_sample=False,
             assistant_model=draft,
             speculation_policy=policy,
-            speculation_config=SpeculationConfig(**settings),
+            speculation_config=config_of(**settings),
         )
 
     return target, text
@@ -314,7 +315,7 @@ def test_a_reason_that_passes_leaves_nothing_behind(
         target.eval()
     recorded.clear()
     assert torch.equal(text(), expected)
-    assert isinstance(create_runner(target, 6, 64, SpeculationConfig()), GraphRunner)
+    assert isinstance(create_runner(target, 6, 64, RuntimeOptions()), GraphRunner)
     assert recorded
 
 

@@ -1,7 +1,8 @@
-"""What the README and the other documents show is true: the example runs, links lead somewhere, commands parse."""
+"""What the documents show is true: the example runs, links lead somewhere, commands parse, names exist."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -16,9 +17,12 @@ from hf_dsde.cli.main import app
 REPOSITORY = Path(__file__).parent.parent
 README = REPOSITORY / "README.md"
 DOCUMENTS = [README, REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+EXAMPLES = [path for path in sorted((REPOSITORY / "examples").iterdir()) if path.suffix in {".py", ".ipynb"}]
 EXAMPLE_HEADING = "A whole data set"
 MOST_LINES = 10
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NAME = re.compile(r"\bhf_dsde(?:\.[A-Za-z_]\w*)+")
+IMPORT = re.compile(r"from (hf_dsde[\w.]*) import ([\w, ]+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -80,6 +84,42 @@ def make_missing(message: str) -> bool:
     return True
 
 
+def mentioned(text: str) -> set[str]:
+    """Every dotted name of the package in a text, and every name that a line imports from it."""
+    imported = {
+        f"{module}.{name}" for module, names in IMPORT.findall(text) for name in re.split(r"\W+", names) if name
+    }
+    return set(NAME.findall(text)) | imported
+
+
+def resolve(name: str) -> object:
+    """What a dotted name stands for: a module, or an attribute of one.
+
+    Raises:
+        AttributeError: There is no such thing.
+    """
+    found = importlib.import_module("hf_dsde")
+    for i, part in enumerate(name.split(".")[1:], start=2):
+        if not hasattr(found, part):
+            module = ".".join(name.split(".")[:i])
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as failure:
+                if failure.name != module:  # the module is there and misses another package
+                    raise
+        found = getattr(found, part)
+    return found
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name stands for something."""
+    try:
+        resolve(name)
+    except AttributeError:
+        return False
+    return True
+
+
 def test_example_has_at_most_ten_lines():
     assert 0 < len([line for line in example().splitlines() if line.strip()]) <= MOST_LINES
 
@@ -136,3 +176,22 @@ def test_readme_shows_commands_and_a_wrong_option_is_noticed():
     assert {"demo", "generate", "profile", "trace", "replay"} <= shown
     with pytest.raises(Exception, match="No such option: --length"):
         parse(["demo", "--length", "3"])
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *EXAMPLES], ids=name_of)
+def test_names_of_the_package_exist(document):
+    missing = [name for name in sorted(mentioned(document.read_text(encoding="utf-8"))) if not exists(name)]
+    assert missing == [], f"{name_of(document)} names what does not exist"
+
+
+def test_a_name_that_does_not_exist_is_noticed():
+    text = "`hf_dsde.pairs`, hf_dsde.divergence.compare_outputs(a)\nfrom hf_dsde.batch.output import read_results, gone"
+    assert mentioned(text) == {
+        "hf_dsde.pairs",
+        "hf_dsde.divergence.compare_outputs",
+        "hf_dsde.batch.output",
+        "hf_dsde.batch.output.read_results",
+        "hf_dsde.batch.output.gone",
+    }
+    assert exists("hf_dsde.batch.output.read_results")
+    assert not any(map(exists, ("hf_dsde.batch.output.gone", "hf_dsde.gone", "hf_dsde.pairs.gone.deeper")))

@@ -15,8 +15,8 @@ FLOORS = (
     {"utils", "compat", "signals"},
     {"kernels", "costs"},
     {"policies"},
-    {"config"},
     {"execution"},
+    {"config"},
     {"measurement"},
     {"divergence"},
     {"decoding"},
@@ -35,6 +35,7 @@ FLOORS = (
 
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
+"""Lines of a body, without the signature, where commands declare their options, and without the docstring."""
 LOOSE_MODULES = 10
 
 
@@ -119,7 +120,8 @@ def test_files_and_functions_can_be_read_at_a_sitting() -> None:
             too_long.append(f"{file.name}: {text.count(chr(10))} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines = (node.end_lineno or 0) - node.lineno + 1
+                described = ast.get_docstring(node) is not None and len(node.body) > 1
+                lines = (node.end_lineno or 0) - node.body[described].lineno + 1
                 if lines > LONGEST_FUNCTION:
                     too_long.append(f"{file.name}::{node.name}: {lines} lines")
     assert too_long == []

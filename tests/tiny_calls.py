@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,8 +12,15 @@ from transformers import PreTrainedModel
 
 import hf_dsde
 
-QUIET = hf_dsde.SpeculationConfig(cost_probe=False)
+QUIET = hf_dsde.SpeculationConfig(options=hf_dsde.RuntimeOptions(cost_probe=False))
 """Without the probe a call makes the rounds that its policy asks for, and no other."""
+
+
+def config_of(base: hf_dsde.SpeculationConfig | None = None, **settings: Any) -> hf_dsde.SpeculationConfig:
+    """Return a configuration with some fields of its own or of its options changed."""
+    base = base or hf_dsde.SpeculationConfig()
+    options = {f.name: settings.pop(f.name) for f in fields(hf_dsde.RuntimeOptions) if f.name in settings}
+    return base.replace(options=base.options.replace(**options), **settings)
 
 
 @functools.cache

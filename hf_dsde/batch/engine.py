@@ -18,6 +18,7 @@ from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.batch.row_stopping import RowStopping
 from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.execution.create_runner import release_memory
 from hf_dsde.execution.torch_modes import lasting
 from hf_dsde.integration.generation import Speculation
@@ -118,7 +119,7 @@ class BatchEngine:
     def _make_smaller(
         self, admission: Admission, unfinished: Sequence[Request], rows: int, reason: str
     ) -> Iterator[RejectedRow]:
-        """Halve the batch after memory ran out; texts that were under way begin anew."""
+        """Halve the batch after memory ran out; texts that were under way begin again."""
         for model in (self.model, self.draft):
             release_memory(model)
         gc.collect()
@@ -131,7 +132,7 @@ class BatchEngine:
         self.batch_size = max(rows // 2, 1)
         warnings.warn(
             f"Memory ran out with {rows} rows, so the batch has {self.batch_size} from now on; {len(unfinished)} texts "
-            f"begin anew. A batch_size of {self.batch_size} avoids this. ({reason})",
+            f"begin again. A batch_size of {self.batch_size} avoids this. ({reason})",
             BatchSizeWarning,
             stacklevel=2,
         )
@@ -147,7 +148,8 @@ class BatchEngine:
         return RejectedRow(index, error)
 
     def _loop(self, admission: Admission, requests: Sequence[Request]) -> RefillLoop:
-        config = self.speculation.config.replace(cost_probe=False)
+        config = self.speculation.config
+        config = config.replace(options=config.options.replace(cost_probe=False))
         sequences = _sequences(requests, config.max_draft_length + 1, self.model.device)
         needed = max(map(admission.need, requests))
         capacity = int(needed * HEADROOM) if self.refill else needed
@@ -161,7 +163,7 @@ class BatchEngine:
         return build_loop(
             RefillLoop,
             self.model,
-            self.draft,
+            ModelDrafter(self.draft),
             sequences,
             capacity=capacity,
             cache_limit=admission.slots,

@@ -71,7 +71,7 @@ class BatchGenerator(Fingerprinted):
             `speculation_config`, and `auto` where that is None too.
         speculation_config: Every other setting of speculation.
         batch_size: Rows of the batch, at least 1. Halved when the device runs out of memory.
-        max_new_tokens: The most tokens behind each prompt.
+        max_new_tokens: The most tokens after each prompt.
         stop_strings: Text or texts whose appearance ends generation.
         max_prompt_tokens: Longer prompts become errors; None leaves it to the models' context.
         column: The column that holds the prompts; None looks for `messages`, `prompt`, `text` and `input_ids`.
@@ -125,7 +125,7 @@ class BatchGenerator(Fingerprinted):
         self._speculation = Speculation.of(speculation_policy, speculation_config)
         self._generate_kwargs = generate_kwargs
         self._preparation = Preparation(
-            self._model, self._draft, tokenizer, self._speculation.config.packed_attention, generate_kwargs
+            self._model, self._draft, tokenizer, self._speculation.config.options.packed_attention, generate_kwargs
         )
         self._request_settings: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -229,7 +229,7 @@ class BatchGenerator(Fingerprinted):
             dataset: A `Dataset`, an `IterableDataset`, any iterable of rows, or the path of a file of them.
             output: Path of a `.jsonl` or `.parquet` file.
             ordered: Whether the file is sorted by the rows' places in the end.
-            overwrite: Whether to start anew.
+            overwrite: Whether to start over.
             progress: Whether to show a bar; None shows it in terminals and notebooks.
 
         Raises:
@@ -272,7 +272,9 @@ class BatchGenerator(Fingerprinted):
             rows: The rows.
             at_hand: Whether none of them has to be waited for, so that they can be encoded many at a time.
         """
-        check_models(self._model, self._draft, self._speculation.config.packed_attention)  # also what changed since
+        check_models(
+            self._model, self._draft, self._speculation.config.options.packed_attention
+        )  # also what changed since
         self.statistics = JobStatistics()
         engine = BatchEngine(
             self._model,

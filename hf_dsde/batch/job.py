@@ -140,7 +140,7 @@ def run_job(
         output: Path of the results.
         identity: All that decides a result, but for the input.
         ordered: Whether the results are sorted by their place in the input.
-        overwrite: Whether to start anew.
+        overwrite: Whether to start over.
         progress: Whether to show a bar; None shows it where somebody can see it.
     """
     state = process_state()

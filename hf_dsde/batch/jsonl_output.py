@@ -88,7 +88,7 @@ def read_lines(path: Path) -> Iterator[Line]:
             if broken:
                 raise ValueError(
                     f"Line {broken} of {str(path)!r} is no result, although lines follow it: the file was changed by "
-                    f"something else or is damaged. Remove that line to have its row done again, or start anew with "
+                    f"something else or is damaged. Remove that line to have its row done again, or start over with "
                     f"`overwrite`."
                 )
             values = _parse(line)

@@ -55,7 +55,7 @@ def open_output(
         shard: Which of the processes this is, from 0.
         shards: How many processes share the job. It may differ from an earlier run's.
         ordered: Whether `merge` sorts by `index`; otherwise the results of a shard stay in the order of writing.
-        overwrite: Start anew instead of going on. With several shards call `remove_output` before they start.
+        overwrite: Start over instead of going on. With several shards call `remove_output` before they start.
         part_rows: Parquet only: results that are collected before they are written.
         part_seconds: Parquet only: seconds after which a call of `write` does not wait for `part_rows` any longer. What
             was collected and not written when the process is killed has to be done again.
@@ -169,7 +169,7 @@ def _settle_job(paths: OutputPaths, name: str, job: Any, ordered: bool) -> None:
             raise ValueError(
                 f"`path` is {str(paths.output)!r}, which holds results of another `job`. It differs in "
                 f"{'; '.join(different[:_SHOWN_DIFFERENCES])}{more}. Choose another path, repeat the settings of that "
-                f"job to go on with it, or start anew with `overwrite`."
+                f"job to go on with it, or start over with `overwrite`."
             )
         if there["ordered"] == ordered:
             return
@@ -200,7 +200,7 @@ def _read_job(paths: OutputPaths) -> dict[str, Any]:
     if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (JOB_FORMAT, JOB_VERSION):
         raise ValueError(
             f"{str(paths.job)!r} is no description of a job of version {JOB_VERSION}. Choose another path, or start "
-            f"anew with `overwrite`."
+            f"over with `overwrite`."
         )
     return content
 

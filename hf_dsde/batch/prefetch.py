@@ -64,7 +64,7 @@ def prefetched(source: Iterable[T], build: Callable[[T], R], ahead: int) -> Iter
         ahead: The most results that are made, or being made, before they are asked for; at least 1.
 
     Raises:
-        BaseException: Whatever the source or `build` raises, at its place behind the results that came before it.
+        BaseException: Whatever the source or `build` raises, at its place after the results that came before it.
     """
     check_integer("ahead", ahead, 1)
     return _prefetched(source, build, ahead)
@@ -86,7 +86,7 @@ def _prefetched(source: Iterable[T], build: Callable[[T], R], ahead: int) -> Ite
             if isinstance(result, _Failed):
                 raise result.error
             value = result.value
-            del result  # A finished request shall not live on here while the next one is waited for.
+            del result  # A finished request must not live on here while the next one is waited for.
             yield value
             del value
     finally:

@@ -74,7 +74,7 @@ class Preparation:
         model: The target.
         draft: The draft, which has to suit it.
         tokenizer: Finds stop strings in tokens.
-        packed_attention: As in `SpeculationConfig`.
+        packed_attention: As in `RuntimeOptions`.
         arguments: Keyword arguments of `generate`.
 
     Attributes:

@@ -110,7 +110,7 @@ class RefillLoop(SpeculativeLoop):
         free = [row for row, text in enumerate(self._under_way) if text is None]
         if self._refilling.is_due(len(free), len(ended)) and self._admit(free):
             going_on = upload([text is not None for text in self._under_way], lengths.device)
-            lengths = self._bounded(self._policy.draft_lengths(), going_on)
+            lengths = self._lengths.first(going_on)
             length_counts = lengths.tolist()
         return super()._next_plan(previous, lengths, length_counts)
 

@@ -25,7 +25,7 @@ class Request:
     Attributes:
         index: The row's place in the input, from 0.
         prompt: Token ids, at least one.
-        max_new_tokens: The most tokens behind the prompt, at least 1.
+        max_new_tokens: The most tokens after the prompt, at least 1.
         stop_strings: Texts whose appearance ends generation.
         is_raw_text: Whether the prompt is text that went through no chat template.
     """
@@ -68,7 +68,7 @@ class RequestBuilder:
     Args:
         tokenizer: A tokenizer of transformers. While `build` runs in another thread, its padding and truncation must
             not be changed.
-        max_new_tokens: The most tokens behind each prompt, at least 1.
+        max_new_tokens: The most tokens after each prompt, at least 1.
         stop_strings: Text or texts whose appearance ends generation.
         max_prompt_tokens: The longest prompt that is accepted; None for no limit.
         context: The models' longest text: a prompt and its new tokens must fit. None for no limit.

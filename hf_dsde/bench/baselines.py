@@ -1,4 +1,4 @@
-"""What ours is compared with: the decoding modes of transformers, and peers, which are other published packages."""
+"""What ours is compared with: the decoding modes of transformers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Any
 
 from transformers import BatchEncoding
 
-from hf_dsde.bench.methods import Answer, Method, Request, pad_token
-from hf_dsde.bench.peer_methods import PEERS, PeerMethod
+from hf_dsde.bench.methods import Answer, Method, Request
 from hf_dsde.bench.results import BASELINE
 from hf_dsde.pairs import Pair
-
-__all__ = ["BASELINES", "Answer", "Request", "pad_token", "parse_baseline"]
 
 STATIC_CACHE_STATE = ("_cache", "_previous_max_cache_length", "_compiled_call", "_last_compile_config")
 """Attributes that `generate` with a static cache leaves on a model: a later call would take the size of an earlier."""
@@ -69,17 +66,14 @@ BASELINES: dict[str, BaselineMethod] = {
 
 
 def parse_baseline(name: str) -> Method:
-    """The method of a baseline's or a peer's name.
+    """The method of a baseline's name.
 
     Raises:
         ValueError: There is none of this name.
     """
-    if name in BASELINES:
-        return BASELINES[name]
-    if name not in PEERS:
-        known = ", ".join(map(repr, [*BASELINES, *PEERS]))
-        raise ValueError(f"`baseline` is {name!r}, but one of {known} is needed.")
-    return PeerMethod(name, PEERS[name])
+    if name not in BASELINES:
+        raise ValueError(f"`baseline` is {name!r}, but one of {', '.join(map(repr, BASELINES))} is needed.")
+    return BASELINES[name]
 
 
 @contextmanager

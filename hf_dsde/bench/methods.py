@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import mean
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from transformers import BatchEncoding
 from hf_dsde.bench.results import OURS, without_nan
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding.cost_measurement import CostMemory, remembering_in
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.measurement.statistics import SpeculationStatistics
 from hf_dsde.pairs import Pair, end_tokens
 from hf_dsde.replay.specs import PolicySpec
@@ -107,7 +108,7 @@ class Method(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - most keep nothing
-        """Let go of what was kept between calls. A later call sets it up anew."""
+        """Let go of what was kept between calls. A later call sets it up again."""
 
 
 class PolicyMethod(Method):
@@ -122,7 +123,7 @@ class PolicyMethod(Method):
 
     def __init__(self, name: str, config: SpeculationConfig) -> None:
         self.name, self.config = name, config
-        self.settings = config.to_dict()
+        self.settings = config.to_dict() | asdict(config.options)
         self._costs = CostMemory()
 
     def __call__(self, pair: Pair, inputs: BatchEncoding, request: Request) -> Answer:
@@ -187,7 +188,7 @@ def parse_policy(
         text: See this module's description.
         base: What is not said otherwise; the defaults when None. Its policy's arguments hold for that policy alone.
         runner: Where the text names none; the configuration's own when None. It becomes part of the name.
-        changes: Further fields of `SpeculationConfig`.
+        changes: Further fields of `SpeculationConfig`, and fields of its `RuntimeOptions`.
 
     Raises:
         TypeError: An argument or field has the wrong type.
@@ -195,7 +196,7 @@ def parse_policy(
     """
     body, at, named = text.partition("@")
     if at and not named:
-        raise ValueError(f"`policy` is {text!r}, but the name of a runner is needed behind the @: 'dsde@graph'.")
+        raise ValueError(f"`policy` is {text!r}, but the name of a runner is needed after the @: 'dsde@graph'.")
     runner = named or runner
     spec = PolicySpec.parse(re.sub(r"^static:(\d+)(?=$|\+)", r"static:num_draft_tokens=\1", body))
     base = base or SpeculationConfig()
@@ -204,6 +205,9 @@ def parse_policy(
         values["policy_arguments"] = spec.arguments
     if runner is not None:
         values["runner"] = runner
+    options = {f.name: changes.pop(f.name) for f in fields(RuntimeOptions) if f.name in changes}
+    if options:
+        values["options"] = base.options.replace(**options)
     return PolicyMethod(body + (f"@{runner}" if runner else ""), base.replace(**values | changes))
 
 

@@ -14,7 +14,7 @@ from hf_dsde.measurement import provenance
 
 COMMIT_VARIABLE = "HF_DSDE_COMMIT"
 """Names the commit of a copy that has no git history."""
-PACKAGES = ("triton", "numpy", "economize", "flashspec")
+PACKAGES = ("triton", "numpy")
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 COPIES = 10
 

@@ -56,7 +56,7 @@ class RepeatResult:
         seconds: Wall time of the call, prompts included.
         tokens: Generated tokens of all rows; up to each row's end token where texts may end.
         prefill_seconds: Of `seconds`, what the prompts took; None where the method does not tell.
-        past_end_tokens: Of `tokens`, those behind a row's first end token, when texts go on behind it.
+        past_end_tokens: Of `tokens`, those after a row's first end token, when texts go on after it.
         peak_memory_bytes: Most memory allocated on the device during the call; None on a CPU. It includes the models,
             and what methods of the cell keep between their calls.
         equal_rows: Rows whose tokens are those of plain `generate` in the same repeat; None for sampled texts, and
@@ -91,7 +91,8 @@ class CaseResult:
         temperature: 0 is greedy.
         method: The method's name, unique in its cell.
         kind: `OURS`, `BASELINE` or `PEER`.
-        settings: What defines the method, as JSON holds it: for ours the fields of `SpeculationConfig`.
+        settings: What defines the method, as JSON holds it: for ours the fields of `SpeculationConfig`
+            and of its options.
         repeats: The timed calls, in order.
         warmup_seconds: Of the untimed calls, setting up, compiling and capturing included; None without any.
         error: Why the case broke off: type and message of what was raised.

@@ -1,6 +1,6 @@
 """A results file as tables for the terminal: one for each pair, workload and temperature.
 
-Numbers are medians over the repeats, with the smallest and the largest behind them; of ratios to further references,
+Numbers are medians over the repeats, with the smallest and the largest after them; of ratios to further references,
 only the median. `prompts` is the share of the time that they took.
 """
 

@@ -62,7 +62,7 @@ def save_prompts(prompts: Sequence[Prompt], file: Path) -> None:
 
 
 def read_prompt_file(file: Path) -> list[Prompt]:
-    """Read lines of JSON with the field `prompt` and, if they shall be told apart, `task`.
+    """Read lines of JSON with the field `prompt` and, if they are to be told apart, `task`.
 
     Raises:
         ValueError: A line has another form, or there is no prompt.

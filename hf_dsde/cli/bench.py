@@ -70,7 +70,7 @@ def bench_command(
         list[str] | None,
         typer.Option(
             "--policy",
-            help="NAME, static:4, NAME:ARGUMENT=VALUE,..., with +fill behind it to draft as many in every row as "
+            help="NAME, static:4, NAME:ARGUMENT=VALUE,..., with +fill after it to draft as many in every row as "
             "in the longest, and @RUNNER at the end for a runner of its own. Repeat for several.",
             show_default="dsde",
         ),
@@ -87,7 +87,7 @@ def bench_command(
     ] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", help="FIELD=VALUE of SpeculationConfig, for all policies. Repeat for several."),
+        typer.Option("--set", help="FIELD=VALUE of SpeculationConfig or RuntimeOptions. Repeat for several."),
     ] = None,
     baseline: Annotated[
         list[str] | None,
@@ -236,7 +236,7 @@ def _baselines(names: list[str] | None, *, none: bool) -> list[str]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """A field of `SpeculationConfig` and its value, as JSON if it is any."""
+    """A field of `SpeculationConfig` or its options and the value, as JSON if it is any."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise ValueError(f"`--set` is {text!r}, but FIELD=VALUE is needed: for example 'packed_attention=false'.")

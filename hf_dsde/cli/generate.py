@@ -174,7 +174,7 @@ def generate_command(
         bool, typer.Option("--ordered", help="In the order of the prompts.", rich_help_panel=_RESULTS)
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start the job anew.", rich_help_panel=_RESULTS)
+        bool, typer.Option("--overwrite", help="Start the job over.", rich_help_panel=_RESULTS)
     ] = False,
     on_error: Annotated[
         OnError,
@@ -255,7 +255,7 @@ def _check_output(
     if output is not None:
         OutputPaths.of(output)
     elif overwrite:
-        raise typer.BadParameter("--overwrite needs --output, the file to start anew")
+        raise typer.BadParameter("--overwrite needs --output, the file to start over")
     if state is None:
         return
     if output is None and not dry_run:
@@ -376,9 +376,9 @@ def _run_job(
         again = "again without --overwrite" if overwrite else "again"
         _end(f"Interrupted. What is finished is kept; run the same command {again} to go on.", INTERRUPTED)
     except RowError as error:
-        _end(f"error: {error}\nWhat is finished is kept; --on-error record goes on behind such rows.", 1)
+        _end(f"error: {error}\nWhat is finished is kept; --on-error record goes on after such rows.", 1)
     except (OSError, RuntimeError, ValueError) as error:
-        # Counting begins anew when the output is open. What fails later is no mistake in the command.
+        # Counting begins again when the output is open. What fails later is no mistake in the command.
         if generator.statistics is not before:
             raise
         raise typer.BadParameter(str(error)) from error

@@ -14,8 +14,8 @@ FAR_CHEAPER_RATE = 0.5
 """... and has this weight: no stall makes a step so fast, and a step that is too dear is hardly ever timed again."""
 RESUMED_RATE = 0.5
 """Weight of a new timing in what it takes to draft again: such rounds are few."""
-MOST_BESIDES = 2.0
-"""Passes of one column per row that drafting again, or what a round takes besides, counts as at most."""
+MAX_EXTRA_STEPS = 2.0
+"""Upper bound, in plain steps, on a measured catch-up or overhead."""
 SHARED_RATE = 0.05
 """Weight of a new timing in the costs of all other widths: as contexts grow, widths that are not used cost more too."""
 LARGEST_RATIO = 1.25
@@ -84,7 +84,9 @@ class LiveCosts:
         learnt = self._costs
         widths = tuple(sorted({*after.verify.counts, *learnt.verify.counts}))
         seconds = tuple(after.verify.at(w) * learnt.verify.at(w) / before.verify.at(w) for w in widths)
-        draft_step = after.draft_step * learnt.draft_step / before.draft_step
+        draft_step = (
+            after.draft_step * learnt.draft_step / before.draft_step if before.draft_step else learnt.draft_step
+        )
         self._costs = replace(learnt, draft_step=draft_step, verify=CostCurve(widths, seconds))
         self._rows = rows
         self._announce()
@@ -124,21 +126,26 @@ class LiveCosts:
             return
         known = self._costs
         draft_step, resumption = known.draft_step, known.resumption
-        if draft_steps:
+        if draft_steps and not draft_step:
+            draft_step = draft / draft_steps
+        elif draft_steps:
             ratio = _bounded_ratio(draft / draft_steps, draft_step)
             if ratio < 1 or not resumed:
                 rate = FAR_CHEAPER_RATE if ratio < FAR_CHEAPER else OBSERVED_RATE
                 draft_step *= 1 + rate * (ratio - 1)
+        if draft_steps:
             self._drafted = self._rows, draft_step
         if draft_steps and resumed:
-            besides = min(max(draft - draft_steps * draft_step, 0.0), MOST_BESIDES * known.verify.at(1))
-            resumption += (RESUMED_RATE if resumption else 1.0) * (besides - resumption)
+            extra = min(max(draft - draft_steps * draft_step, 0.0), MAX_EXTRA_STEPS * known.verify.at(1))
+            resumption += (RESUMED_RATE if resumption else 1.0) * (extra - resumption)
         self._timed_widths.add(width)
         expected = known.verify.at(width)
         ratio = _bounded_ratio(verify, expected)
         curve = known.verify.scaled(1 + SHARED_RATE * (ratio - 1))
         curve = curve.with_point(width, expected * (1 + OBSERVED_RATE * (ratio - 1)))
-        overhead = known.overhead + OBSERVED_RATE * (min(overhead, MOST_BESIDES * known.verify.at(1)) - known.overhead)
+        overhead = known.overhead + OBSERVED_RATE * (
+            min(overhead, MAX_EXTRA_STEPS * known.verify.at(1)) - known.overhead
+        )
         self._costs = BatchCosts(draft_step, curve, overhead, resumption)
         if self._moved():
             self._announce()
@@ -147,10 +154,8 @@ class LiveCosts:
         then, now = self._announced, self._costs
         widths = {*then.verify.counts, *now.verify.counts}
         pairs = [(then.draft_step, now.draft_step), *((then.verify.at(w), now.verify.at(w)) for w in widths)]
-        besides = abs(now.overhead - then.overhead) + abs(now.resumption - then.resumption)
-        return besides / now.verify.at(1) > VERSION_TOLERANCE or any(
-            abs(b / a - 1) > VERSION_TOLERANCE for a, b in pairs
-        )
+        extra = abs(now.overhead - then.overhead) + abs(now.resumption - then.resumption)
+        return extra / now.verify.at(1) > VERSION_TOLERANCE or any(abs(b - a) > VERSION_TOLERANCE * a for a, b in pairs)
 
     def _announce(self) -> None:
         self._announced = self._costs

@@ -72,11 +72,11 @@ class BatchCosts:
     """Costs of the passes of one batch size.
 
     Attributes:
-        draft_step: Seconds of one draft step.
+        draft_step: Seconds of one draft step; 0 where drafts are free, or not timed yet.
         verify: Seconds of the target's pass, by columns per row.
-        overhead: Seconds a round takes besides.
-        resumption: Seconds that drafting takes besides behind rounds without drafts, all of whose tokens the draft has
-            missed; 0 until it has been seen.
+        overhead: Extra seconds of a round, beyond both.
+        resumption: Extra seconds of the first round with drafts after rounds without, in which the draft reads the
+            tokens that it missed; 0 until it has been seen.
     """
 
     draft_step: float
@@ -86,7 +86,7 @@ class BatchCosts:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_number("draft_step", self.draft_step, 0.0, open_minimum=True)
+        check_number("draft_step", self.draft_step, 0.0)
         check_number("overhead", self.overhead, 0.0)
         check_number("resumption", self.resumption, 0.0)
 

@@ -24,7 +24,8 @@ MEASURED_WIDTHS = (1, 2, 3, 5, 9, 13)
 """Columns per row at which the target's pass is timed; costs in between are interpolated."""
 
 Value = TypeVar("Value")
-PairMemory = WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, dict[Hashable, CostModel]]]
+PairMemory = WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[object, dict[Hashable, CostModel]]]
+"""By target, and by whatever the costs of drafts belong to."""
 
 
 class CostMemory:
@@ -34,13 +35,13 @@ class CostMemory:
         self._lock = threading.RLock()  # collecting garbage may reach a weak dictionary in the middle of another use
         self._pairs: PairMemory = WeakKeyDictionary()
 
-    def of_pair(self, target: PreTrainedModel, draft: PreTrainedModel, conditions: Hashable = None) -> CostModel | None:
+    def of_pair(self, target: PreTrainedModel, draft: object, conditions: Hashable = None) -> CostModel | None:
         """Costs of a pair under some conditions, by default those that were learnt last; None if there are none."""
         with self._lock:
             known = self._pairs.get(target, WeakKeyDictionary()).get(draft, {})
             return known.get(next(reversed(known), None) if conditions is None else conditions)
 
-    def learn(self, target: PreTrainedModel, draft: PreTrainedModel, conditions: Hashable, new: CostModel) -> CostModel:
+    def learn(self, target: PreTrainedModel, draft: object, conditions: Hashable, new: CostModel) -> CostModel:
         """Keep costs, and return them together with those of other batch sizes."""
         with self._lock:
             known = self._pairs.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
@@ -72,7 +73,7 @@ def measure_costs(target: ModelRunner, drafter: Drafter, max_draft_length: int, 
         longest: Tokens in the longest row's cache.
 
     Returns:
-        Seconds per pass. What a round costs besides is learnt from rounds.
+        Seconds per pass. What a round costs in addition is learnt from rounds.
     """
     widths = [width for width in MEASURED_WIDTHS if width <= max_draft_length + 1]
     verify = CostCurve(tuple(widths), tuple(pass_seconds(target, width, longest) for width in widths))
@@ -92,7 +93,7 @@ def live_costs(target: ModelRunner, drafter: Drafter, config: SpeculationConfig,
     if given is not None:
         return LiveCosts(given, target.rows, refresh=config.refresh_costs)
     memory = _memory.get()
-    known = memory.of_pair(target.model, drafter.model, _conditions(target, drafter))
+    known = memory.of_pair(target.model, drafter.cost_owner, _conditions(target, drafter))
     if known is None or target.rows not in known.batches:
         costs = measure_costs(target, drafter, config.max_draft_length, longest)
         known = remember_costs(target, drafter, CostModel({target.rows: costs}))
@@ -112,7 +113,7 @@ def remember_costs(target: ModelRunner, drafter: Drafter, new: CostModel) -> Cos
         drafter: What drafts for it.
         new: Measured or learnt with them.
     """
-    return _memory.get().learn(target.model, drafter.model, _conditions(target, drafter), new)
+    return _memory.get().learn(target.model, drafter.cost_owner, _conditions(target, drafter), new)
 
 
 def _conditions(target: ModelRunner, drafter: Drafter) -> Hashable:

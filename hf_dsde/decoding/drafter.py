@@ -4,157 +4,164 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.decoding.candidates import CandidateBatch
+from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.plan import RoundPlan
+from hf_dsde.decoding.sampling import ScoreProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution.cuda_graphs import RecordingCosts
-from hf_dsde.execution.streams import SideStream
-from hf_dsde.policies import Signal, StoppingPolicy
-
-Expect = Callable[[Tensor, Tensor], None]
-"""Takes the tokens and lengths that a proposal has if it is over now, as in `CandidateBatch`."""
-
-LOGIT_SIGNALS = frozenset({Signal.KLD, Signal.REVERSE_KLD})
-"""Signals that compare the two models' raw logits."""
+from hf_dsde.policies import Signal
 
 
 @dataclass(frozen=True)
-class CandidateBatch:
-    """Draft tokens of a round, padded to the longest. All tensors are on the device of the sequences.
+class DraftCall:
+    """What a drafter may know when a call begins.
 
     Attributes:
-        tokens: `[rows, width]`, int64; anything beyond a row's length.
-        lengths: Tokens that each row really drafted, `[rows]`, int64.
-        probs: The distributions that the tokens were drawn from, `[rows, width, vocabulary]`, float32, over the
-            target's vocabulary. None when tokens are greedy choices.
-        steps: Forward passes of the draft.
-        logits: The draft's raw logits, shaped like `probs`, float32. None unless one of `LOGIT_SIGNALS` is required.
-        entropy: Entropy of the raw distributions, `[rows, width]`, float32, nats. None unless required.
-        confidence: Probability of each token under the processed scores, `[rows, width]`, float32. None unless
-            required.
+        sequences: The batch it will draft for, with its prompts.
+        vocabulary_size: Size of the target's vocabulary.
+        process: The call's logits processors. Who samples through them resembles the target more.
+        do_sample: Whether the target samples. A drafter may choose its tokens in any way all the same.
+        capacity: Tokens per row that a cache had better have room for from the start.
+        cache_limit: Tokens per row up to which a cache may grow ahead of need; None for no limit.
+        config: How passes are run.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    probs: Tensor | None
-    steps: int
-    logits: Tensor | None = None
-    entropy: Tensor | None = None
-    confidence: Tensor | None = None
+    sequences: SequenceBatch
+    vocabulary_size: int
+    process: ScoreProcessor
+    do_sample: bool
+    capacity: int
+    cache_limit: int | None
+    config: SpeculationConfig
 
-    @property
-    def width(self) -> int:
-        """Tokens drafted by the row that drafted most."""
-        return self.tokens.shape[1]
 
-    @classmethod
-    def nothing(
-        cls, lengths: Tensor, vocabulary_size: int, do_sample: bool, required: frozenset[Signal]
+@dataclass(frozen=True)
+class StagedStep:
+    """A drafter's first step of the next round, made ready from what the device alone knows.
+
+    Attributes:
+        run: Begins it.
+        beside: Whether it may run in a second stream, beside work that it does not need: it must drop no memory of the
+            current one.
+    """
+
+    run: Callable[[], None]
+    beside: bool
+
+
+class Drafter(CandidateGenerator, ABC):
+    """Proposes tokens for every row of a batch: transformers' `CandidateGenerator`, for batches.
+
+    What it proposes is never wrong, only worth more or less: the target decides. Only `get_candidates` has to be
+    written; all else has defaults that fit a drafter without a model, which looks at the text alone. One instance
+    serves one call of `generate` at a time, and may serve many one after another.
+
+    Args of `get_candidates` and `update_candidate_strategy` stand for those of transformers' class: the batch for
+    `input_ids`, and matches per row.
+    """
+
+    provides: ClassVar[frozenset[Signal]] = frozenset()
+    """Signals of its distributions that it puts into its candidates when `monitor.signals` asks for them. Whoever
+    provides any asks the monitor after each token as well."""
+
+    def start(self, call: DraftCall) -> None:
+        """Prepare for a call. Whatever an earlier call has left is over."""
+        self.call = call
+
+    @abstractmethod
+    def get_candidates(  # type: ignore[override] # a batch in place of one row's tokens
+        self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
     ) -> CandidateBatch:
-        """Return the candidates of a round in which nobody drafts: every tensor is there, with no columns.
+        """Draft.
 
         Args:
-            lengths: Any lengths of the batch, `[rows]`, int64; their shape and device are taken.
-            vocabulary_size: Size of the target's vocabulary.
-            do_sample: Whether a distribution belongs to each token.
-            required: Signals that the policy asks for.
+            sequences: The text: `host_text(row)` and `length_counts` on the host, `tokens` on the device. Where logits
+                processors look at it, draft tokens are also written after it.
+            plan: How much the rows may draft, `length_counts` on the host and `lengths` on the device; at least one
+                row may.
+            monitor: Is asked after each token which rows go on, by drafters that have distributions to show.
         """
-        column = lengths.new_empty(len(lengths), 0)
-        scalars = column.float()
-        distributions = lengths.new_empty(len(lengths), 0, vocabulary_size, dtype=torch.float32)
-        return cls(
-            tokens=column,
-            lengths=torch.zeros_like(lengths),
-            probs=distributions if do_sample else None,
-            steps=0,
-            logits=distributions if required & LOGIT_SIGNALS else None,
-            entropy=scalars if Signal.ENTROPY in required else None,
-            confidence=scalars if Signal.CONFIDENCE in required else None,
-        )
 
+    def update_candidate_strategy(  # type: ignore[override] # counts per row
+        self, sequences: SequenceBatch, scores: Tensor, num_matches: Sequence[int], drafted: Sequence[int]
+    ) -> None:
+        """Learn what became of the last round, also of one without drafts.
 
-class Drafter(ABC):
-    """Proposes tokens for every row of a batch."""
+        Args:
+            sequences: The text, with the round's tokens.
+            scores: The target's processed scores, `[rows, width + 1, vocabulary]`, float32.
+            num_matches: Draft tokens of each row that the target accepted.
+            drafted: Tokens that each row drafted.
+        """
+
+    def prefill(self, rows: Sequence[int]) -> bool:  # noqa: ARG002 - who reads nothing need not look
+        """Read the texts of rows that are about to draft for the first time in their text; return whether any were."""
+        return False
+
+    def begin_texts(self, rows: Sequence[int]) -> None:
+        """Learn that these rows have other texts from now on."""
+
+    def room(self) -> Tensor | None:
+        """The most tokens each row can draft next, `[rows]`, int64; None when there is no limit."""
+        return None
+
+    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:  # noqa: ARG002
+        """Make the first step of the next proposal ready, before the host knows how this round ended.
+
+        The texts have this round's tokens on the device already; their host copies are a round behind.
+
+        Args:
+            going_on: Rows that may draft next, `[rows]`, bool.
+            longest: A bound on the rows' lengths.
+
+        Returns:
+            What begins it; None if there is nothing to begin. The loop asks for nothing else before it has ended.
+        """
+        return None
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out from now on; they have finished."""
+
+    def active(self) -> AbstractContextManager[None]:
+        """Hold whatever settings drafting needs for the duration of a `with` block."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Give back what later calls can use: this one is done."""
 
     @property
-    @abstractmethod
-    def model(self) -> PreTrainedModel:
-        """The model that drafts."""
+    def depends_on_rows(self) -> bool:
+        """Whether a row's place in the batch may matter to a pass, so that finished rows have to stay in."""
+        return False
+
+    @property
+    def cost_owner(self) -> object:
+        """Whatever measured costs belong to: they are kept as long as it lives, and found again by it."""
+        return self
 
     @property
     def conditions(self) -> Hashable:
         """What decides how long a draft step takes, apart from its rows and their tokens."""
-        return self.model.dtype, self.model.device
+        return None
+
+    def step_seconds(self, longest: int) -> float:  # noqa: ARG002
+        """Measure and return the seconds of one draft step, with texts of up to `longest` tokens.
+
+        Returns:
+            0 if that is not worth measuring before the rounds show it.
+        """
+        return 0.0
 
     @property
     def recording_costs(self) -> RecordingCosts:
         """What recording passes of the draft has cost so far."""
         return RecordingCosts()
-
-    @abstractmethod
-    def active(self) -> AbstractContextManager[None]:
-        """Hold whatever settings `propose` needs for the duration of a `with` block."""
-
-    @abstractmethod
-    def prefill(self, sequences: SequenceBatch, rows: Sequence[int]) -> bool:
-        """Read the texts of rows that are about to draft for the first time in their text; return whether any were."""
-
-    @abstractmethod
-    def begin_texts(self, rows: Sequence[int]) -> None:
-        """Learn that these rows have other texts from now on."""
-
-    def finish(self) -> None:  # noqa: B027 - may be nothing
-        """Give back what later calls can use: this one is done."""
-
-    @abstractmethod
-    def room(self, sequences: SequenceBatch) -> Tensor | None:
-        """The most tokens each row can draft next, `[rows]`, int64; None when there is no limit."""
-
-    @abstractmethod
-    def step_seconds(self, longest: int) -> float:
-        """Measure and return the seconds of one draft step, with up to `longest` tokens in a row's cache."""
-
-    @abstractmethod
-    def propose(
-        self, sequences: SequenceBatch, plan: RoundPlan, policy: StoppingPolicy, expect: Expect
-    ) -> CandidateBatch:
-        """Draft, asking `policy` after every token whether rows shall stop behind it.
-
-        Args:
-            sequences: The text. Where logits processors look at it, the tokens are also written behind it.
-            plan: How much the rows may draft.
-            policy: Is asked.
-            expect: Called when the host would wait for an answer, with what is proposed if no row drafts on. If so,
-                the proposal has the very tensor of tokens that was given.
-        """
-
-    def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:  # noqa: B027 - may be nothing
-        """Get ready what the next proposal starts with, before the host knows how this round ended; `begin` starts it.
-
-        Args:
-            sequences: With this round's tokens appended on the device; their host copies are a round behind.
-            going_on: Rows that may draft next, `[rows]`, bool.
-            longest: A bound on the rows' lengths.
-        """
-
-    def begin(self, side: SideStream) -> None:  # noqa: B027 - may be nothing
-        """Start what was prepared.
-
-        Args:
-            side: Forked behind `prepare`, for work that the current stream need not wait for. The loop joins it before
-                it asks the drafter for anything else.
-        """
-
-    @abstractmethod
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Leave all other rows out of forward passes from now on; they have finished."""
-
-    @abstractmethod
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn how many tokens each row drafted in the last proposal, and how many of them were accepted."""

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.decoding import verification
+from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.cost_measurement import live_costs, remember_costs
-from hf_dsde.decoding.drafter import CandidateBatch, Drafter
-from hf_dsde.decoding.outcome import FinishedRound, outcome_of
-from hf_dsde.decoding.plan import RoundPlan, next_plan, usable_lengths
+from hf_dsde.decoding.draft_monitor import DraftMonitor
+from hf_dsde.decoding.drafter import Drafter
+from hf_dsde.decoding.lengths import DraftLengths
+from hf_dsde.decoding.outcome import FinishedRound
+from hf_dsde.decoding.plan import RoundPlan, next_plan
 from hf_dsde.decoding.prefill import Prefill
 from hf_dsde.decoding.recording import Recording
 from hf_dsde.decoding.round_log import RoundLog, RoundRecord
@@ -31,12 +33,12 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.stopping import Stopping
 from hf_dsde.decoding.target_pass import VerificationPass
 from hf_dsde.decoding.token_feed import TokenFeed
+from hf_dsde.decoding.verification import verify
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.model_runner import ModelRunner
-from hf_dsde.execution.recorded_function import function_recorder
-from hf_dsde.measurement.clock import PhaseClock, TimedPolicy
+from hf_dsde.measurement.clock import PhaseClock
 from hf_dsde.measurement.counts import RoundRecorder
-from hf_dsde.policies.base import BatchInfo, PhaseTimes, Signal, StoppingPolicy
+from hf_dsde.policies.base import PhaseTimes, Signal, StoppingPolicy
 from hf_dsde.utils.transfers import Download
 
 COST_PROBE_ROUND = 3
@@ -60,7 +62,7 @@ class SpeculativeLoop:
         statistics: Counts rounds.
         do_sample: Sample if True, decode greedily otherwise.
         config: Everything else that can be set.
-        recording: Where scores and logits go, when the output shall have them.
+        recording: Where scores and logits go, when the output is to have them.
         feed: Takes tokens as soon as they are certain.
     """
 
@@ -81,7 +83,6 @@ class SpeculativeLoop:
     ) -> None:
         self._target = target
         self._drafter = drafter
-        self._policy = TimedPolicy(policy)
         self._sequences = sequences
         self._process = process
         self._do_sample = do_sample
@@ -93,6 +94,8 @@ class SpeculativeLoop:
         self._clock = PhaseClock(sequences.device)
         self._prefill = Prefill(target, drafter, sequences, statistics, self._clock)
         self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
+        self._lengths = DraftLengths(policy, drafter, sequences, self._vocabulary_size, config)
+        self._policy = self._lengths.policy
         self._log = RoundLog(statistics)
         self._ahead = RunAhead(VerificationPass(target), drafter, sequences, policy)
         self._times: PhaseTimes | None = None
@@ -100,7 +103,7 @@ class SpeculativeLoop:
     @property
     def probes_cost(self) -> bool:
         """Whether one round of this call runs without drafts, so that its statistics can judge what drafting brings."""
-        return self._config.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
+        return self._config.options.cost_probe and self._sequences.max_new_tokens >= COST_PROBE_MIN_TOKENS
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -140,9 +143,8 @@ class SpeculativeLoop:
             self._prefill.store_prompts()
             if Signal.COSTS in self._policy.requires:
                 self._log.costs = live_costs(self._target, self._drafter, self._config, longest)
-        self._start_policy()
-        everyone = torch.ones(self._sequences.rows, dtype=torch.bool, device=self._sequences.device)
-        lengths = self._bounded(self._policy.draft_lengths(), everyone)
+        self._lengths.start(self._log.costs)
+        lengths = self._lengths.first(torch.ones_like(self._sequences.generated, dtype=torch.bool))
         plan = self._next_plan(None, lengths, lengths.tolist())
         self._prefill.read_draft(plan, wait=True)
         self._log.skip_recordings(self.recording_costs.passes)  # those of measuring costs disturb no round
@@ -167,18 +169,18 @@ class SpeculativeLoop:
         self._log.flush()
         logits = passed.logits.to(sequences.device)
         scores = self._process(logits, sequences, self._columns(candidates, plan))
-        verified = verification.verify(scores, candidates.probs, candidates.tokens, candidates.lengths)
+        verified = verify(scores, candidates, do_sample=self._do_sample)
         self._clock.mark()
-        new_tokens = verified.behind(candidates.tokens)
+        new_tokens = verified.with_next_token(candidates.tokens)
         kept, ended = self._stopping.cut(new_tokens, torch.where(plan.active, verified.accepted + 1, 0))
         sequences.append(new_tokens, kept)
-        done = FinishedRound(plan, candidates, logits, scores, verified, passed.packed_tokens)
+        done = FinishedRound(plan, candidates, logits, scores, verified, self._do_sample, passed.packed_tokens)
         going_on = plan.active & ~ended
         probes = self._probes(plan.index + 1)
         if ahead.overlaps:
             self._clock.mark()
             ahead.stage(going_on, candidates.width, plain=probes or plan.foretells_plain(1))
-        wish = self._bounded(self._ask(done), going_on)
+        wish = self._lengths.after(done, self._times, going_on)
         vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, wish]
         download = Download(vectors, new_tokens)
         # No pass is needed after the last token that any row may emit.
@@ -186,7 +188,7 @@ class SpeculativeLoop:
         with ahead.running(draft=not probes, plain=more and (probes or plan.foretells_plain(2))):
             (generated, emitted, ends, accepted, drafted, lengths), host_tokens = download.wait()
         sequences.synchronise(generated, host_tokens)
-        self._drafter.observe(drafted, accepted)
+        self._drafter.update_candidate_strategy(sequences, scores, accepted, drafted)
         self._hand_out(done, emitted, ends)
         self._note(done, drafted, accepted, emitted)
         return self._next_plan(plan, wish, lengths)
@@ -194,8 +196,9 @@ class SpeculativeLoop:
     def _draft(self, plan: RoundPlan) -> CandidateBatch:
         """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
         if plan.drafts:
-            return self._drafter.propose(self._sequences, plan, self._policy, partial(self._ahead.expect, plan=plan))
-        return CandidateBatch.nothing(plan.lengths, self._vocabulary_size, self._do_sample, self._policy.requires)
+            monitor = DraftMonitor(self._policy, self._sequences.device, partial(self._ahead.expect, plan=plan))
+            return self._drafter.get_candidates(self._sequences, plan, monitor)
+        return CandidateBatch.nothing(plan.lengths, self._vocabulary_size, self._policy.requires)
 
     def _columns(self, candidates: CandidateBatch, plan: RoundPlan) -> list[int]:
         """Return how many columns of each row matter, if a logits processor is called position by position."""
@@ -208,22 +211,6 @@ class SpeculativeLoop:
     def _probes(self, index: int) -> bool:
         """Whether this round measures a plain step."""
         return self.probes_cost and index == COST_PROBE_ROUND
-
-    def _ask(self, done: FinishedRound) -> Tensor:
-        """Return the policy's lengths for the next round: after a round that overtook its wish, that wish again."""
-        if done.plan.deferred is not None:
-            return done.plan.deferred
-        with self._policy.timed():
-            outcome = outcome_of(done, self._policy.requires, self._times)
-        self._policy.observe(outcome)
-        return self._policy.draft_lengths()
-
-    def _bounded(self, lengths: Tensor, active: Tensor) -> Tensor:
-        """Lower the policy's lengths to what rows can use."""
-        config, room = self._config, self._drafter.room(self._sequences)
-        return usable_lengths(
-            lengths, active, self._sequences.remaining, room, config.max_draft_length, fill=config.fill_to_batch
-        )
 
     def _hand_out(self, done: FinishedRound, emitted: list[int], ends: Sequence[int]) -> None:
         """End rows, and give scores and tokens that became certain to whoever wants them."""
@@ -261,21 +248,8 @@ class SpeculativeLoop:
         """Leave finished rows out of further passes, when enough of them are in to be worth moving the caches."""
         rows = [row for row, on in enumerate(going_on) if on]
         places = len(self._target.live_rows)
-        if self._config.drop_finished_rows and rows and places - len(rows) >= places * DROPPED_SHARE:
+        if self._config.options.drop_finished_rows and rows and places - len(rows) >= places * DROPPED_SHARE:
             self._target.keep_rows(rows)
             self._drafter.keep_rows(rows)
             if self._log.costs is not None:
                 self._log.costs.set_rows(len(self._target.live_rows))
-
-    def _start_policy(self) -> None:
-        self._policy.start(
-            BatchInfo(
-                rows=self._sequences.rows,
-                device=self._sequences.device,
-                vocabulary_size=self._vocabulary_size,
-                max_draft_length=self._config.max_draft_length,
-                max_new_tokens=self._sequences.max_new_tokens,
-                costs=self._log.costs,
-                record=function_recorder(self._sequences.device, self._config),
-            )
-        )

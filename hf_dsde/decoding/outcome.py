@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde import signals
-from hf_dsde.decoding.drafter import CandidateBatch
+from hf_dsde.decoding.candidates import CandidateBatch, Sampled
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.policies.base import PhaseTimes, RoundOutcome, Signal
@@ -22,8 +22,9 @@ class FinishedRound:
         plan: What the round was to do.
         candidates: What it proposed.
         logits: The target's, `[rows, width + 1, vocabulary]`, float32.
-        scores: The same behind the logits processors.
+        scores: The same after the logits processors.
         verified: What of the candidates stands.
+        do_sample: Whether the text is sampled.
         packed_tokens: Tokens in the target's pass when it was packed; None when it was padded.
     """
 
@@ -32,6 +33,7 @@ class FinishedRound:
     logits: Tensor
     scores: Tensor
     verified: VerifiedBlock
+    do_sample: bool
     packed_tokens: int | None
 
 
@@ -72,8 +74,10 @@ def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTim
 def _acceptance(done: FinishedRound) -> Tensor:
     """Probability that the target accepts at each tested position, `[rows, width]`, float32: 0 or 1 when greedy."""
     candidates = done.candidates
-    if candidates.probs is None:
+    if not done.do_sample:
         position = torch.arange(candidates.width, device=candidates.tokens.device)
         return (position < done.verified.accepted[:, None]).float()
     probs = done.scores[:, : candidates.width].softmax(dim=-1)
-    return signals.acceptance_probability(probs, candidates.probs)
+    if isinstance(candidates.law, Sampled):
+        return signals.acceptance_probability(probs, candidates.law.probs)
+    return probs.gather(2, candidates.tokens[:, :, None])[:, :, 0]

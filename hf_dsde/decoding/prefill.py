@@ -56,7 +56,7 @@ class Prefill:
         """
         started = time.perf_counter()
         rows = [row for row, length in enumerate(plan.length_counts) if length]
-        if rows and self._drafter.prefill(self._sequences, rows):
+        if rows and self._drafter.prefill(rows):
             self._clock.restart()
             self._record(started, wait=wait)
 

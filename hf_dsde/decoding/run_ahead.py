@@ -8,12 +8,13 @@ candidates is made ready while the host waits to hear whether drafting is over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from hf_dsde.decoding.drafter import CandidateBatch, Drafter
+from hf_dsde.decoding.candidates import CandidateBatch
+from hf_dsde.decoding.drafter import Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.target_pass import VerificationPass
@@ -45,6 +46,7 @@ class RunAhead:
         self._sequences = sequences
         self._policy = policy
         self._side = SideStream(sequences.device)
+        self._draft: StagedStep | None = None
         self._plain: Staged | None = None
         self._plain_result: PassOutput | None = None
         self._expected: tuple[Tensor, Staged] | None = None
@@ -92,7 +94,7 @@ class RunAhead:
             plain: Whether the next round may be one without drafts.
         """
         longest = self._longest(width + 1)  # the host's lengths are those before this round
-        self._drafter.prepare(self._sequences, going_on, longest)
+        self._draft = self._drafter.stage_next(going_on, longest)
         if plain:
             nothing = self._sequences.tokens[:, :0]
             self._plain = self._stage(nothing, going_on.long(), None, longest)
@@ -109,13 +111,20 @@ class RunAhead:
             plain: Begin the target's pass without drafts.
         """
         try:
-            if self.overlaps and draft:
-                self._drafter.begin(self._side)
+            if draft:
+                self.begin_draft()
             if plain:
                 self.begin_plain()
             yield
         finally:
             self._side.join()
+
+    def begin_draft(self) -> None:
+        """Run the draft's first step of the next round, beside what follows if it can."""
+        staged, self._draft = self._draft, None
+        if staged is not None:
+            with self._side.beside() if staged.beside else nullcontext():
+                staged.run()
 
     def begin_plain(self) -> None:
         """Run the target's pass without drafts beside what follows, if it was made ready and is a recorded one."""

@@ -2,7 +2,7 @@
 
 One buffer holds every row in the layout that plain batched `generate` would show: the left-padded prompt, then the
 generated tokens. A token's *position* counts from the row's first real token, its *column* from the buffer's left edge:
-`column = padding + position`. Draft tokens are written behind the known text, so that a prefix that includes them is a
+`column = padding + position`. Draft tokens are written after the known text, so that a prefix that includes them is a
 slice; what is rejected stays there, unreachable, until it is overwritten.
 
 A row's text may be exchanged for another (`replace_rows`): its prompt then ends where all prompts end.
@@ -29,7 +29,7 @@ class SequenceBatch:
         input_ids: Prompts, `[rows, prompt_width]`, int64.
         attention_mask: 0 on the padding in front, 1 on tokens, `[rows, prompt_width]`.
         max_new_tokens: The most tokens any row may emit.
-        scratch: Room for draft tokens behind the last possible token.
+        scratch: Room for draft tokens after the last possible token.
         pad_token: Token that fills rows that ended early; None stands for 0.
 
     Attributes:
@@ -81,6 +81,17 @@ class SequenceBatch:
         """Host copy of `lengths`, as of the last `synchronise`."""
         return [prompt + new for prompt, new in zip(self.prompt_lengths, self.generated_counts, strict=True)]
 
+    def host_text(self, row: int) -> list[int]:
+        """Prompt and generated tokens of a row, as of the last `synchronise`."""
+        end = self.prompt_width + self.generated_counts[row]
+        tokens: list[int] = self.host_tokens[row, self.prompt_width - self.prompt_lengths[row] : end].tolist()
+        return tokens
+
+    def row_tokens(self, row: int) -> Tensor:
+        """The same on the device, `[1, length]`, int64."""
+        end = self.prompt_width + self.generated_counts[row]
+        return self.tokens[row : row + 1, self.prompt_width - self.prompt_lengths[row] : end]
+
     @property
     def remaining(self) -> Tensor:
         """Tokens each row may still emit, `[rows]`, int64."""
@@ -119,7 +130,7 @@ class SequenceBatch:
             self.prompt_lengths[row], self.generated_counts[row] = length, 0
 
     def _widen(self, prompt_width: int, max_new_tokens: int) -> None:
-        """Make room for longer prompts in front, and for more new tokens behind."""
+        """Make room for longer prompts in front, and for more new tokens after."""
         in_front = max(prompt_width - self.prompt_width, 0)
         behind = max(max_new_tokens - self.max_new_tokens, 0)
         if not in_front and not behind:
@@ -146,8 +157,8 @@ class SequenceBatch:
         rows, positions = upload(torch.stack(flat_places(spans)), self.device)
         return self.tokens[rows, self.padding[rows] + positions]
 
-    def write_behind(self, tokens: Tensor, offset: int = 0) -> None:
-        """Write draft tokens `[rows, width]` behind the known text, `offset` columns after its end."""
+    def write_drafts(self, tokens: Tensor, offset: int = 0) -> None:
+        """Write draft tokens `[rows, width]` after the known text, `offset` columns after its end."""
         first = self.prompt_width + self.generated[:, None] + offset
         self.tokens.scatter_(1, first + torch.arange(tokens.shape[1], device=self.device), tokens)
 
@@ -158,7 +169,7 @@ class SequenceBatch:
             tokens: `[rows, width]`, int64; anything beyond a row's count.
             counts: `[rows]`, int64.
         """
-        self.write_behind(tokens)
+        self.write_drafts(tokens)
         self.generated = self.generated + counts
 
     def prefix(self, length: int, holds: Tensor) -> Tensor:
@@ -183,7 +194,7 @@ class SequenceBatch:
 
         Args:
             lengths: Generated tokens to show of each row; padding follows them.
-            width: Columns to show behind the prompt.
+            width: Columns to show after the prompt.
 
         Returns:
             `[rows, prompt_width + width]`, int64.

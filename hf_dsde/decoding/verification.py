@@ -1,6 +1,6 @@
 """Which draft tokens stand, and which token follows them. Pure functions: no model, no state, no policy.
 
-Both rules return per row the number of accepted draft tokens and one more token of the target's own: the correction at
+Each rule returns per row the number of accepted draft tokens and one more token of the target's own: the correction at
 the first rejection, or the bonus token when every draft token was accepted.
 """
 
@@ -11,36 +11,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_dsde.decoding.candidates import CandidateBatch, Sampled
+
 
 class VerifiedBlock(NamedTuple):
     """What a target pass says about a block of draft tokens.
 
     Attributes:
         accepted: Draft tokens accepted from the front, `[rows]`, int64.
-        next_tokens: The correction or bonus token behind them, `[rows]`, int64.
+        next_tokens: The correction or bonus token after them, `[rows]`, int64.
     """
 
     accepted: Tensor
     next_tokens: Tensor
 
-    def behind(self, draft_tokens: Tensor) -> Tensor:
-        """Put each row's next token behind its accepted ones of `draft_tokens`, `[rows, width + 1]`, int64."""
+    def with_next_token(self, draft_tokens: Tensor) -> Tensor:
+        """Write each row's correction or bonus token after its accepted draft tokens, `[rows, width + 1]`, int64."""
         room = torch.nn.functional.pad(draft_tokens, (0, 1))
         return room.scatter(1, self.accepted[:, None], self.next_tokens[:, None])
 
 
-def verify(scores: Tensor, draft_probs: Tensor | None, draft_tokens: Tensor, lengths: Tensor) -> VerifiedBlock:
-    """Judge a block by the rule that its tokens were chosen for.
+def verify(scores: Tensor, candidates: CandidateBatch, *, do_sample: bool) -> VerifiedBlock:
+    """Judge a block by the rule that fits its law.
 
     Args:
         scores: The target's processed scores after each prefix of the block, `[rows, width + 1, vocabulary]`, float32.
-        draft_probs: As in `speculative_sampling`; None for greedy choices.
-        draft_tokens: As in `speculative_sampling`.
-        lengths: As in `speculative_sampling`.
+        candidates: The block.
+        do_sample: Whether the output follows the target's distribution; otherwise it is the target's best tokens.
     """
-    if draft_probs is None:
-        return greedy(scores.argmax(dim=-1), draft_tokens, lengths)
-    return speculative_sampling(scores.softmax(dim=-1), draft_probs, draft_tokens, lengths)
+    tokens, lengths = candidates.tokens, candidates.lengths
+    if not do_sample:
+        return greedy(scores.argmax(dim=-1), tokens, lengths)
+    probs = scores.softmax(dim=-1)
+    if isinstance(candidates.law, Sampled):
+        return speculative_sampling(probs, candidates.law.probs, tokens, lengths)
+    return sample_and_match(probs, tokens, lengths)
 
 
 def leading_run(stands: torch.Tensor, lengths: Tensor) -> Tensor:
@@ -61,7 +66,7 @@ def greedy(target_tokens: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Veri
     """Accept draft tokens as long as they are the target's own choice.
 
     Args:
-        target_tokens: The target's greedy choice after each prefix of the block, `[rows, width + 1]`, int64.
+        target_tokens: The target's choice after each prefix of the block, `[rows, width + 1]`, int64.
         draft_tokens: `[rows, width]`, int64; anything beyond a row's length.
         lengths: Tokens that each row drafted, `[rows]`, int64, 0 to width.
     """
@@ -93,6 +98,24 @@ def speculative_sampling(
     return VerifiedBlock(accepted, draw(leftover))
 
 
+def sample_and_match(target_probs: Tensor, draft_tokens: Tensor, lengths: Tensor) -> VerifiedBlock:
+    """Draw the target's own token at each position, and accept draft tokens as long as they are the ones drawn.
+
+    Every token of the output is one that was drawn from the target's distribution after the tokens before it, so the
+    output follows it exactly, however the draft tokens were chosen, as long as they do not depend on these draws. For
+    a token that is certain to be drafted this accepts as often as the ratio test with all of q in that token.
+
+    Args:
+        target_probs: As in `speculative_sampling`.
+        draft_tokens: As in `speculative_sampling`.
+        lengths: As in `speculative_sampling`.
+    """
+    unused = torch.arange(target_probs.shape[1], device=lengths.device) > lengths[:, None]  # of a shorter draft
+    weights = target_probs.masked_fill(unused[:, :, None], 1.0)
+    drawn = draw(weights.flatten(0, 1)).view(unused.shape)
+    return greedy(drawn, draft_tokens, lengths)
+
+
 def draw(weights: Tensor) -> Tensor:
     """Draw a token per row, each with a probability in proportion to its weight.
 
@@ -115,9 +138,9 @@ def draw(weights: Tensor) -> Tensor:
 
 
 def residual_distribution(target_probs: Tensor, draft_probs: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:
-    """Return the unnormalised law of the token behind the accepted ones.
+    """Return the unnormalised law of the token after the accepted ones.
 
-    That is max(0, p - q) where a draft token was rejected, and p itself behind a fully accepted draft. A residual
+    That is max(0, p - q) where a draft token was rejected, and p itself after a fully accepted draft. A residual
     without mass can only come from rounding, when p and q are equal; there p is the right law.
 
     Args:

@@ -256,7 +256,7 @@ def _storage_aliases(target: PreTrainedModel) -> dict[int, Any]:
 
 
 def _adopt_config(draft: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Point every copied module at the draft's own config and number the attention layers anew."""
+    """Point every copied module at the draft's own config and number the attention layers again."""
     module: Any
     for module in draft.modules():
         if isinstance(getattr(module, "config", None), type(config)):

@@ -8,20 +8,21 @@ token again writes the same key and value into the same slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.config import SpeculationConfig
-from hf_dsde.decoding.drafter import LOGIT_SIGNALS, CandidateBatch, Drafter, Expect
+from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
+from hf_dsde.decoding.draft_monitor import DraftMonitor
+from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
-from hf_dsde.decoding.sampling import ScoreProcessor, choose
+from hf_dsde.decoding.sampling import choose
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
@@ -29,23 +30,17 @@ from hf_dsde.execution.model_runner import pass_seconds
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
-from hf_dsde.execution.streams import SideStream
-from hf_dsde.policies import DraftStep, Signal, StoppingPolicy
+from hf_dsde.execution.wrappers import may_depend_on_rows
+from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep, Signal
 from hf_dsde.utils.transfers import upload
+from hf_dsde.utils.tuning import tuning_of
 
 UNKNOWN_TOKEN_LOGIT = -1e4
 """Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
 everything else leaves a distribution, and no NaN."""
 RECORDED_WIDTHS = (1, 2, 8, 32, 64)
-"""A draft is fed one token per row, two behind a proposal, and more only when rounds without drafts lie behind it: any
-number, which shall not be another pass to record."""
-LONG_GAP = 8
-"""Tokens that a row may miss and still be caught up in the first pass of a proposal, whether it drafts or not. Whoever
-misses more is caught up when it drafts, by passes of its own: a probe in a few rows then does not cost what all rows
-have missed."""
-WIDE_PASS_TOKENS = 128
-"""In a batch of few rows, the first pass of a proposal takes in all that is missed if it has no more tokens than this,
-padding included: such a pass takes little longer than one of a token per row, where two passes take twice as long."""
+"""A draft is fed one token per row, two after a proposal, and more only when rounds without drafts came before it: any
+number, which must not be another pass to record."""
 
 
 @dataclass
@@ -60,7 +55,7 @@ class _Proposal:
     _block: Tensor | None = None
 
     def add(self, step: DraftStep, probs: Tensor | None, signals_needed: frozenset[Signal]) -> None:
-        """Keep a step's tokens, the law they were drawn from, and the signals somebody asked for."""
+        """Keep a step's tokens, the law they were drawn from, and the signals that are asked for."""
         self.tokens.append(step.tokens)
         if probs is not None:
             self.probs.append(probs)
@@ -81,33 +76,32 @@ class _Proposal:
 class ModelDrafter(Drafter):
     """Drafts with a causal language model over the target's vocabulary.
 
+    Ids that only the draft has are never proposed; ids that only the target has are proposed when a logits processor
+    leaves nothing else, and fed as the draft's last id.
+
     Args:
         model: The draft.
-        sequences: The batch it will draft for.
-        vocabulary_size: Size of the target's vocabulary. Ids that only the draft has are never proposed; ids that only
-            the target has are proposed when a logits processor leaves nothing else, and fed as the draft's last id.
-        process: The call's logits processors; the draft samples through them, as it should resemble the target.
-        do_sample: Draw tokens if True, take the most likely ones otherwise.
-        capacity: Tokens per row the cache shall hold to begin with.
-        config: Buckets and attention settings.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sequences: SequenceBatch,
-        vocabulary_size: int,
-        process: ScoreProcessor,
-        do_sample: bool,
-        capacity: int,
-        config: SpeculationConfig,
-    ) -> None:
-        self._runner = create_runner(model, sequences.rows, capacity, config, RECORDED_WIDTHS)
+    provides = DRAFT_SIGNALS
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def start(self, call: DraftCall) -> None:
+        """Make a cache for the batch, or take over an earlier call's."""
+        super().start(call)
+        model, sequences = self.model, call.sequences
+        self._runner = create_runner(
+            model, sequences.rows, call.capacity, call.config.options, call.config.runner, RECORDED_WIDTHS
+        )
+        self._runner.cache.limit = call.cache_limit
         self._device = self._runner.device
-        self._vocabulary_size = vocabulary_size
+        self._tuning = tuning_of(self._device)
+        self._vocabulary_size = call.vocabulary_size
         self._last_id = model.config.get_text_config(decoder=True).vocab_size - 1
-        self._do_sample = do_sample
-        self._process = process if self._device == sequences.device else process.on(self._device)
+        # The draft samples through the call's processors, as it should resemble the target.
+        self._process = call.process if self._device == sequences.device else call.process.on(self._device)
         self._context = compat.context_length(model)
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
@@ -115,9 +109,14 @@ class ModelDrafter(Drafter):
         self._prepared: Tensor | None = None
 
     @property
-    def model(self) -> PreTrainedModel:
+    def depends_on_rows(self) -> bool:
+        """Whether hooks in the draft may hold something for each row."""
+        return may_depend_on_rows(self.model)
+
+    @property
+    def cost_owner(self) -> object:
         """The draft."""
-        return self._runner.model
+        return self.model
 
     @property
     def conditions(self) -> Hashable:
@@ -138,9 +137,9 @@ class ModelDrafter(Drafter):
         """Hold the draft's attention setting."""
         return self._runner.active()
 
-    def prefill(self, sequences: SequenceBatch, rows: Sequence[int]) -> bool:
+    def prefill(self, rows: Sequence[int]) -> bool:
         """Store what rows hold that have drafted nothing yet, but for their last tokens."""
-        stored = self._store_missing(sequences, [row for row in rows if not self._cached[row]])
+        stored = self._store_missing(self.call.sequences, [row for row in rows if not self._cached[row]])
         if stored:
             self._prepared = None  # that pass did not see what is stored now
         return stored
@@ -155,9 +154,9 @@ class ModelDrafter(Drafter):
         """Let later calls have the cache."""
         self._runner.finish()
 
-    def room(self, sequences: SequenceBatch) -> Tensor | None:
+    def room(self) -> Tensor | None:
         """A row can draft until it has filled the draft's context."""
-        return None if self._context is None else (self._context - sequences.lengths).clamp_min(0)
+        return None if self._context is None else (self._context - self.call.sequences.lengths).clamp_min(0)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out of the draft's passes."""
@@ -167,8 +166,8 @@ class ModelDrafter(Drafter):
         """Measure and return the seconds of one forward pass of one token per row."""
         return pass_seconds(self._runner, 1, longest)
 
-    def propose(
-        self, sequences: SequenceBatch, plan: RoundPlan, policy: StoppingPolicy, expect: Expect
+    def get_candidates(  # type: ignore[override] # as in `Drafter`
+        self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
     ) -> CandidateBatch:
         """Draft up to `plan.width` tokens, one forward pass each."""
         lengths = plan.lengths.to(self._device)
@@ -177,67 +176,68 @@ class ModelDrafter(Drafter):
         proposal = _Proposal()
         logits = self._catch_up(sequences, plan)
         ends = sequences.lengths.to(self._device)
-        flag = StopFlag()
         following: Callable[[], PassOutput] | None = None
         for position in range(plan.width):
             if following is not None:
                 logits = self._align(following().logits[:, 0])
             counts = [int(position < length) for length in plan.length_counts]
             scores = self._process(logits[:, None], sequences, counts, offset=position)[:, 0]
-            tokens, probs = choose(scores, self._do_sample)
+            tokens, probs = choose(scores, self.call.do_sample)
             if self._process.needs_history:
-                sequences.write_behind(tokens[:, None].to(sequences.device), offset=position)
+                sequences.write_drafts(tokens[:, None].to(sequences.device), offset=position)
             step = DraftStep(position, tokens, logits, scores, drafting)
-            proposal.add(step, probs, policy.requires)
+            proposal.add(step, probs, monitor.signals)
             drafted = drafted + drafting
-            drafting = drafting & (lengths > position + 1)
-            if policy.stops_inside_round:
-                drafting = self._ask(policy, step, drafting, sequences.device)
+            drafting = monitor.after(step, drafting & (lengths > position + 1))
             if position + 1 == plan.width:
                 break
             # Whatever follows is ready before the host waits for the answer, so that the device gets it at once.
-            if policy.stops_inside_round:
-                flag.ask(drafting)
+            monitor.ask(drafting)
             following = self._stage(sequences, ends, tokens, position + 1, drafting)
-            if not flag.answered:  # a draft that is as fast as the host leaves it no time
-                expect(proposal.block(sequences.device), drafted.to(sequences.device))
-            if flag.nobody_drafts():
+            if monitor.nobody_drafts(partial(_proposed, proposal, drafted, sequences.device)):
                 break
         return self._candidates(proposal, drafted, sequences.device)
 
-    def prepare(self, sequences: SequenceBatch, going_on: Tensor, longest: int) -> None:
-        """Stage each row's last two tokens: behind a proposal, no row that drafted misses more."""
+    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
+        """Stage each row's last two tokens: after a proposal, no row that drafted misses more."""
+        sequences = self.call.sequences
         self._staged = self._prepared = None
         fits = self._context is None or longest <= self._context
-        if self._device == sequences.device and fits and self._caught_up:
-            tokens, positions = sequences.tail(2)
-            positions = positions.masked_fill(~going_on[:, None], -1)
-            self._staged = self._runner.stage(RowBlock(self._known(tokens), positions), longest, keep=1)
+        if self._device != sequences.device or not fits or not self._caught_up:
+            return None
+        tokens, positions = sequences.tail(2)
+        positions = positions.masked_fill(~going_on[:, None], -1)
+        self._staged = self._runner.stage(RowBlock(self._clamp_to_vocabulary(tokens), positions), longest, keep=1)
+        return StagedStep(self._feed_staged, beside=self._runner.replays)
 
-    def begin(self, side: SideStream) -> None:
-        """Feed what was staged; a recorded pass beside the current stream, of whose memory it drops nothing."""
+    def _feed_staged(self) -> None:
         staged, self._staged = self._staged, None
-        if staged is None:
-            return
-        with side.beside() if self._runner.replays else nullcontext():
-            self._prepared = self._align(staged().logits[:, 0])
+        assert staged is not None
+        self._prepared = self._align(staged().logits[:, 0])
 
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
+        self,
+        sequences: SequenceBatch,  # noqa: ARG002
+        scores: Tensor,  # noqa: ARG002
+        num_matches: Sequence[int],
+        drafted: Sequence[int],
+    ) -> None:
         """Note how much of each row's cache holds text: what was caught up, and the draft tokens that were accepted.
 
         The last draft token of a row was proposed but never fed.
         """
         for row, length in enumerate(self._caught_up):
             if length is not None:
-                self._cached[row] = length + min(accepted[row], max(drafted[row] - 1, 0))
+                self._cached[row] = length + min(num_matches[row], max(drafted[row] - 1, 0))
         self._caught_up = []
 
     def _catch_up(self, sequences: SequenceBatch, plan: RoundPlan) -> Tensor:
-        """Feed what each row misses up to its last token; return the logits behind it, `[rows, vocabulary]`."""
+        """Feed what each row misses up to its last token; return the logits after it, `[rows, vocabulary]`."""
         lengths = sequences.length_counts
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         fits = [
-            drafts > 0 or (active and gap <= LONG_GAP and (self._context is None or length <= self._context))
+            drafts > 0
+            or (active and gap <= self._tuning.long_gap and (self._context is None or length <= self._context))
             for drafts, active, gap, length in zip(plan.length_counts, plan.active_rows, missing, lengths, strict=True)
         ]
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
@@ -245,18 +245,18 @@ class ModelDrafter(Drafter):
         rows = [row for row, fit in enumerate(fits) if fit]
         if prepared is not None and max(missing[row] for row in rows) <= 2:
             return prepared
-        if not self._is_one_pass(max(missing[row] for row in rows)):
-            self._store_missing(sequences, [row for row in rows if missing[row] > LONG_GAP])
+        if not self._fits_first_pass(max(missing[row] for row in rows)):
+            self._store_missing(sequences, [row for row in rows if missing[row] > self._tuning.long_gap])
         width = max(lengths[row] - self._cached[row] for row in rows)
         tokens, positions = sequences.tail(width)
         if not all(fits):
             positions = positions.masked_fill(~upload(fits, positions.device)[:, None], -1)
         return self._last_logits(tokens, positions, max(lengths[row] for row in rows))
 
-    def _is_one_pass(self, width: int) -> bool:
-        """Whether a block of this width is better run at once than in parts."""
+    def _fits_first_pass(self, width: int) -> bool:
+        """Whether catching up can share the first draft pass."""
         tokens = len(self._runner.live_rows) * self._runner.padded_width(width)
-        return width <= RECORDED_WIDTHS[-1] and tokens <= WIDE_PASS_TOKENS
+        return width <= RECORDED_WIDTHS[-1] and tokens <= self._tuning.wide_pass_tokens
 
     def _store_missing(self, sequences: SequenceBatch, rows: Sequence[int]) -> bool:
         """Store all that rows miss but their last tokens, which the next step feeds; return whether there was any."""
@@ -268,7 +268,7 @@ class ModelDrafter(Drafter):
         spans = [span for span in spans if span.count > 0]
         if not spans:
             return False
-        self._runner.store(spans, self._known(sequences.tokens_at(spans)))
+        self._runner.store(spans, self._clamp_to_vocabulary(sequences.tokens_at(spans)))
         for span in spans:
             self._cached[span.row] = span.end
         return True
@@ -279,14 +279,15 @@ class ModelDrafter(Drafter):
         """Get a draft step ready that feeds the tokens of the one before."""
         slots = (ends + position - 1).masked_fill(~drafting, -1)
         longest = max(sequences.length_counts) + position
-        return self._runner.stage(RowBlock(self._known(tokens[:, None]), slots[:, None]), longest, keep=1)
+        return self._runner.stage(RowBlock(self._clamp_to_vocabulary(tokens[:, None]), slots[:, None]), longest, keep=1)
 
     def _last_logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Run a block; return the logits behind each row's last token, `[rows, vocabulary]`."""
-        return self._align(self._runner.forward(RowBlock(self._known(tokens), positions), longest, keep=1).logits[:, 0])
+        """Run a block; return the logits after each row's last token, `[rows, vocabulary]`."""
+        block = RowBlock(self._clamp_to_vocabulary(tokens), positions)
+        return self._align(self._runner.forward(block, longest, keep=1).logits[:, 0])
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Replace ids that the draft has no embedding for. It guesses worse behind them; the output stays exact."""
+    def _clamp_to_vocabulary(self, tokens: Tensor) -> Tensor:
+        """Map ids outside the draft's vocabulary to its last id. That costs acceptance, never exactness."""
         return tokens.clamp_max(self._last_id)
 
     def _align(self, logits: Tensor) -> Tensor:
@@ -296,23 +297,24 @@ class ModelDrafter(Drafter):
             return torch.nn.functional.pad(logits, (0, missing), value=UNKNOWN_TOKEN_LOGIT)
         return logits[..., : self._vocabulary_size]
 
-    def _ask(self, policy: StoppingPolicy, step: DraftStep, drafting: Tensor, device: torch.device) -> Tensor:
-        """Ask the policy, whose tensors live on `device`, which rows go on drafting."""
-        stops = policy.should_stop(step.to(device))
-        return drafting if stops is None else drafting & ~stops.to(drafting.device)
-
     def _candidates(self, proposal: _Proposal, drafted: Tensor, device: torch.device) -> CandidateBatch:
         """Stack the steps and bring them to the sequences' device, once per round."""
 
         def stacked(steps: Sequence[Tensor]) -> Tensor | None:
             return torch.stack(list(steps), dim=1).to(device) if steps else None
 
+        probs = stacked(proposal.probs)
         return CandidateBatch(
             tokens=proposal.block(device),
             lengths=drafted.to(device),
-            probs=stacked(proposal.probs),
+            law=Deterministic() if probs is None else Sampled(probs),
             steps=len(proposal.tokens),
             logits=stacked(proposal.logits),
             entropy=stacked(proposal.entropy),
             confidence=stacked(proposal.confidence),
         )
+
+
+def _proposed(proposal: _Proposal, drafted: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is proposed if no row drafts on."""
+    return proposal.block(device), drafted.to(device)

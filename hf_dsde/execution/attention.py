@@ -149,7 +149,7 @@ def packed_gqa_attention(
     if modified:
         msg = (
             f"{type(module).__name__} passes {modified[0]}, which packed attention does not reproduce; "
-            "use SpeculationConfig(packed_attention=False)."
+            "use SpeculationConfig(options=RuntimeOptions(packed_attention=False))."
         )
         raise NotImplementedError(msg)
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
@@ -173,7 +173,7 @@ def _refuse_other_passes(who: str) -> NoReturn:
     msg = (
         f"{who} passes no attention mask of four dimensions, and packed attention makes none. If the model was called "
         "in another thread while a call with `speculation_policy` is running, wait for that one; otherwise use "
-        "SpeculationConfig(packed_attention=False)."
+        "SpeculationConfig(options=RuntimeOptions(packed_attention=False))."
     )
     raise NotImplementedError(msg)
 

@@ -12,12 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.cuda_graphs import Capture, CudaCapture
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.model_runner import EagerRunner, ModelRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.workspaces import workspace_key, workspaces
 from hf_dsde.execution.wrappers import innermost
 from hf_dsde.kernels.dispatch import ops_for
@@ -40,27 +40,28 @@ def create_runner(
     model: PreTrainedModel,
     rows: int,
     capacity: int,
-    config: SpeculationConfig,
+    options: RuntimeOptions,
+    runner: str | None = None,
     recorded_widths: tuple[int, ...] | None = None,
     hidden_layers: tuple[int, ...] = (),
 ) -> ModelRunner:
-    """Return a runner for `model`: the one that `config.runner` names, or else the fastest that works.
+    """Return a runner for `model`: the one that is named, or else the fastest that works.
 
     Args:
         model: A decoder-only model in evaluation.
         rows: Number of sequences.
         capacity: Tokens per row the cache shall hold to begin with.
-        config: Names the runner. None takes `graph` on a CUDA device and `eager` elsewhere.
-        recorded_widths: Block widths that are recorded, ascending, where `config` names none; None for the runner's
-            own, which are fine.
+        options: How passes are run.
+        runner: `eager` or `graph`. None takes `graph` on a CUDA device and `eager` elsewhere.
+        recorded_widths: Block widths that are recorded, ascending; None for the runner's own, which are fine.
         hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
 
     Raises:
         ValueError: If recording was asked for by name and the model is not on a CUDA device, or if the model lacks one
             of the layers.
     """
-    eager = partial(EagerRunner, model, rows, capacity, config, hidden_layers=hidden_layers)
-    wanted = config.runner or ("graph" if can_record(model.device) else "eager")
+    eager = partial(EagerRunner, model, rows, capacity, options, hidden_layers=hidden_layers)
+    wanted = runner or ("graph" if can_record(model.device) else "eager")
     if wanted == "eager":
         return eager()
     if not can_record(model.device):
@@ -69,14 +70,14 @@ def create_runner(
             "CUDA device, or use SpeculationConfig(runner=None), which chooses what the device can do."
         )
         raise ValueError(msg)
-    fused = config.fused_layers and why_not_fused(model) is None
+    fused = options.fused_layers and why_not_fused(model) is None
     reason = why_not_recorded(model)
     if reason is None:
-        key = workspace_key(model, rows, config, fused)
+        key = workspace_key(model, rows, options, fused)
         state = None if key is None else key[1:]
         if fused and _failure(model, state) is not None:  # then its own forward pass may be recorded
             fused = False
-            key = workspace_key(model, rows, config, fused)
+            key = workspace_key(model, rows, options, fused)
             state = None if key is None else key[1:]
         reason = _failure(model, state)
     elif model.training:
@@ -94,12 +95,12 @@ def create_runner(
         model,
         rows,
         capacity,
-        config,
+        options,
         fused=FusedDecoder(model, ops_for(model.device), checked=True, hidden_layers=hidden_layers) if fused else None,
         key=key,
         make_capture=partial(capture_on, model.device),
         on_failure=on_failure,
-        widths=config.width_buckets or recorded_widths,
+        widths=recorded_widths,
         hidden_layers=hidden_layers,
     )
 

@@ -29,7 +29,7 @@ from hf_dsde.kernels.block import Block
 class FusedOps(Protocol):
     """What a pass is made of beside the model's modules. `hf_dsde.kernels.reference` documents each operation."""
 
-    def pays(self, tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype) -> bool:
+    def pays(self, tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Say whether `linears` and `gated_linear` are preferred to modules, for weights `[rows, width]` in all."""
 
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> list[Tensor]:
@@ -295,7 +295,7 @@ class FusedDecoder:
         if not all(_is_plain(module, x.dtype) for module in modules):
             return False
         rows = sum(len(module.weight) for module in modules)
-        return self._ops.pays(len(x), len(modules), rows, x.shape[-1], x.dtype)
+        return self._ops.pays(len(x), len(modules), rows, x.shape[-1], x.dtype, x.device)
 
     def _head_norm(self, states: Tensor, norm: _Norm) -> Tensor:
         """Normalise every head of `[T, heads, D]` by itself."""

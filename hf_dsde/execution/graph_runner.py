@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recording_key import Key, is_compiled
 from hf_dsde.execution.row_block import RowBlock
@@ -33,25 +33,16 @@ from hf_dsde.utils.transfers import upload
 
 PACKED_WIDTHS = (4, 8, 16, 32, 64)
 """Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
-STORED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens of recorded passes that only store them. On an H200, storing 1024 tokens of an 8B model takes 24 ms recorded
-and 30 ms eagerly; with more, arithmetic hides the launches."""
 MIN_REACH = 512
-"""Smallest bound of a row's length that a fused pass is recorded for ..."""
-REACH_FACTOR = 4
-"""... and the ratio of two neighbouring bounds. On an H200, passes over 400 slots of 32 rows take 3 to 6 % longer when
-they are recorded for 4000 slots instead of 500; those of 8 rows up to 2 %, those of one no longer."""
+"""Smallest bound of a row's length that a fused pass is recorded for."""
 CAPACITY_STEP = 256
 """Caches hold a multiple of this many slots, so that calls with similar prompts find the same one."""
-FINE_ROWS = 64
-"""Rows above which passes get smaller by a third or a quarter, and not only by half, as rows finish: there, arithmetic
-and reading the cache outweigh reading the weights."""
 
 
-def next_row_count(rows: int) -> int:
-    """Return the rows of a pass when `rows` are left: a power of two, or above `FINE_ROWS` also three halves of one."""
+def next_row_count(rows: int, fine: int) -> int:
+    """Return the rows of a pass when `rows` are left: a power of two, or above `fine` also three halves of one."""
     power = 1 << (rows - 1).bit_length()
-    return power * 3 // 4 if power > FINE_ROWS and rows <= power * 3 // 4 else power
+    return power * 3 // 4 if power > fine and rows <= power * 3 // 4 else power
 
 
 class GraphRunner(EagerRunner):
@@ -61,7 +52,7 @@ class GraphRunner(EagerRunner):
         model: As for any runner.
         rows: As for any runner.
         capacity: As for any runner.
-        config: As for any runner.
+        options: As for any runner.
         fused: Runs the model's layers with fewer kernels, and returns the same hidden states; None to record the
             model's own forward pass.
         key: What has to be equal for what an earlier call has recorded to be used; None to record everything.
@@ -76,7 +67,7 @@ class GraphRunner(EagerRunner):
         model: PreTrainedModel,
         rows: int,
         capacity: int,
-        config: SpeculationConfig,
+        options: RuntimeOptions,
         *,
         fused: FusedDecoder | None,
         key: Key | None,
@@ -85,18 +76,18 @@ class GraphRunner(EagerRunner):
         widths: tuple[int, ...] | None = None,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), config, hidden_layers=hidden_layers)
+        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), options, hidden_layers=hidden_layers)
         self._compiles = is_compiled(model)
         self._width_buckets = widths or self._width_buckets
         self._fused = fused
         self._on_failure = on_failure
         self._recording = True
         self._workspace = workspaces.take(model, key, capacity) or Workspace(
-            key, self.cache, CapturedPasses(config.max_graphs), make_capture()
+            key, self.cache, CapturedPasses(options.max_graphs), make_capture()
         )
         if key is None:
             self._workspace.cache = self.cache
-        self._workspace.passes.limit_to(config.max_graphs)
+        self._workspace.passes.limit_to(options.max_graphs)
         self._workspace.start_anew()
         self.cache = self._workspace.cache
         self._before = self._workspace.costs
@@ -136,7 +127,7 @@ class GraphRunner(EagerRunner):
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""
-        if self._config.keep_memory and self._recording:
+        if self._options.keep_memory and self._recording:
             workspaces.give_back(self.model, self._workspace)
 
     def stage(self, block: RowBlock, longest: int, keep: int | None = None) -> Callable[[], PassOutput]:
@@ -178,7 +169,7 @@ class GraphRunner(EagerRunner):
 
     def _store(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
         """As for any runner; by flat passes when the fused decoder runs."""
-        parts = portions(spans, self._config.prefill_chunk)
+        parts = portions(spans, self._options.prefill_chunk)
         hidden = []
         for part, its_tokens in zip(parts, tokens.split(list(map(total_count, parts))), strict=True):
             hidden.append(self._store_flat(part, its_tokens) if self.packs else super()._store(part, its_tokens))
@@ -188,13 +179,15 @@ class GraphRunner(EagerRunner):
         """Store what fits into one pass; a recorded one if launches would take longer than the device."""
         longest = max(span.end for span in spans)
         try:
-            if len(tokens) > STORED_SIZES[-1]:
+            if len(tokens) > self._tuning.stored_sizes[-1]:
                 return self._store_eagerly(spans, tokens, longest)
             if not self.cache.is_allocated:
                 self._allocate()
         except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
             self._give_up(failure)
-        entry = self._entry(("store", next_bucket(len(tokens), STORED_SIZES)), longest) if self.packs else None
+        entry = (
+            self._entry(("store", next_bucket(len(tokens), self._tuning.stored_sizes)), longest) if self.packs else None
+        )
         if entry is None:
             return super()._store(spans, tokens)
         assert entry.block is not None
@@ -245,7 +238,7 @@ class GraphRunner(EagerRunner):
         """
         if self._fused is None or not self._recording:
             return
-        places = next_row_count(len(rows))
+        places = next_row_count(len(rows), self._tuning.fine_rows)
         if places >= len(self.live_rows):
             return
         finished = [row for row in self.live_rows if row not in rows]
@@ -277,10 +270,10 @@ class GraphRunner(EagerRunner):
         Masks have its width; fused passes only size their launches by it.
         """
         if self._fused is None:
-            return min(next_multiple(longest, self._config.view_bucket), self.cache.capacity)
+            return min(next_multiple(longest, self._options.view_bucket), self.cache.capacity)
         reach = MIN_REACH
         while reach < longest:
-            reach *= REACH_FACTOR
+            reach *= self._tuning.reach_factor
         return min(reach, self.cache.capacity)
 
     def _record(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:

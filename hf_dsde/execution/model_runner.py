@@ -22,25 +22,23 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution import attention
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput, checked_layers
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, similar_counts
 from hf_dsde.execution.torch_modes import Autocast
 from hf_dsde.utils.transfers import upload
+from hf_dsde.utils.tuning import tuning_of
 
 WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 """Block widths that are executed. Fine where drafts are short: a padded column costs what a token costs."""
 PADDED_COLUMNS = 512
 """Columns of a padded pass that stores prompts: its masks have a place for every pair of a column and a slot."""
-SPLIT_SAVING = 256
-"""Columns of padding that a further pass has to save when prompts of different lengths are stored: about what launching
-it costs."""
 TIMED_PASSES = 3
 """Timed passes of each shape, after one that warms up; the median counts."""
 
@@ -72,7 +70,7 @@ class ModelRunner(ABC):
         model: A decoder-only model in evaluation.
         rows: Number of sequences.
         capacity: Tokens per row the cache shall hold to begin with.
-        config: Buckets and attention settings.
+        options: How passes are run.
         hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
 
     Raises:
@@ -84,7 +82,7 @@ class ModelRunner(ABC):
         model: PreTrainedModel,
         rows: int,
         capacity: int,
-        config: SpeculationConfig,
+        options: RuntimeOptions,
         *,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
@@ -94,14 +92,15 @@ class ModelRunner(ABC):
         self.live_rows = list(range(rows))
         self._live_index: Tensor | None = None
         self.device = model.device
-        self.packed = config.packed_attention and attention.reproduces_attention(model)
+        self.packed = options.packed_attention and attention.reproduces_attention(model)
         text_config = model.config.get_text_config(decoder=True)
         self.cache = RaggedCache(text_config.num_hidden_layers, capacity, rows)
         heads = text_config.num_attention_heads
         # Masks are packed for this many heads; a layer that shares otherwise packs for itself.
         self._shared_heads = heads // (getattr(text_config, "num_key_value_heads", None) or heads)
-        self._config = config
-        self._width_buckets = config.width_buckets or WIDTH_BUCKETS
+        self._options = options
+        self._tuning = tuning_of(self.device)
+        self._width_buckets: tuple[int, ...] = WIDTH_BUCKETS
         self._kinds = attention.attention_kinds(model)
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
@@ -127,7 +126,7 @@ class ModelRunner(ABC):
     @property
     def conditions(self) -> tuple[Hashable, ...]:
         """What decides how long a pass takes, apart from its rows and tokens."""
-        how = (self.replays, self.packs, self._config.runner, self.packed)
+        how = (self.replays, self.packs, self.packed)
         return *how, self.model.dtype, self.device, self._autocast
 
     def recorded(self, width: int, longest: int) -> bool:  # noqa: ARG002 - nothing is, by default
@@ -190,7 +189,7 @@ class ModelRunner(ABC):
 
     def _fill(self, buffers: BlockBuffers, block: RowBlock, longest: int, places: Tensor | None = None) -> None:
         """Get a block ready for an eager pass in the cache rows `places`, or in all."""
-        view = next_multiple(longest, self._config.view_bucket)
+        view = next_multiple(longest, self._options.view_bucket)
         self._reserve(view)
         buffers.fill(block)
         self._fill_masks(buffers, view)
@@ -223,8 +222,10 @@ class ModelRunner(ABC):
         """Store tokens by passes over rows of about the same length, padded to the longest."""
         counts = [span.count for span in spans]
         entries = list(zip(spans, accumulate(counts, initial=0), strict=False))
-        if self._config.drop_finished_rows:
-            groups = [[entries[index] for index in group] for group in similar_counts(counts, SPLIT_SAVING)]
+        if self._options.drop_finished_rows:
+            groups = [
+                [entries[index] for index in group] for group in similar_counts(counts, self._tuning.split_saving)
+            ]
         else:  # what is hooked into a pass may hold a value for each row of the batch
             present = {span.row for span in spans}
             absent = [(Span(row, 0, 0), 0) for row in self.live_rows if row not in present]
@@ -247,7 +248,7 @@ class ModelRunner(ABC):
         # All rows in their order are the cache as it is; others have to be copied out of it in every layer.
         chosen = None if rows == list(range(len(self.live_rows))) else upload(rows, self.device)
         counts, starts, offsets = torch.tensor([(span.count, span.start, first) for span, first in group]).T[..., None]
-        step = max(1, min(PADDED_COLUMNS, self._config.prefill_chunk // len(group)))
+        step = max(1, min(PADDED_COLUMNS, self._options.prefill_chunk // len(group)))
         widest = int(counts.max())
         for first in range(0, widest, step):
             column = torch.arange(first, min(first + step, widest))

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, Replay
 from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recording_key import Key, recording_key
 from hf_dsde.execution.torch_modes import lasting
@@ -119,14 +119,14 @@ class Workspaces:
 workspaces = Workspaces()
 
 
-def workspace_key(model: PreTrainedModel, rows: int, config: SpeculationConfig, fused: bool) -> Key | None:
+def workspace_key(model: PreTrainedModel, rows: int, options: RuntimeOptions, fused: bool) -> Key | None:
     """Return what has to be equal for a workspace to be used again; None when nothing could tell.
 
     Args:
         model: As it is now.
         rows: Rows of the cache.
-        config: Says how passes are run.
+        options: How passes are run.
         fused: Whether `FusedDecoder` runs them.
     """
     key = recording_key(model)
-    return None if key is None else (rows, fused, config.runner, config.view_bucket, config.packed_attention, key)
+    return None if key is None else (rows, fused, options.view_bucket, options.packed_attention, key)

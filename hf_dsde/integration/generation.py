@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dsde import compat
@@ -18,8 +24,9 @@ from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.stopping import Stopping, length_limit
 from hf_dsde.decoding.token_feed import TokenFeed
-from hf_dsde.execution.wrappers import may_depend_on_rows, unwrapped
+from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.integration import validation as refusals
+from hf_dsde.integration.drafters import Assistant, drafter_for
 from hf_dsde.integration.loop_builder import build_loop
 from hf_dsde.integration.outputs import SpeculativeGenerateOutput
 from hf_dsde.measurement.statistics import StatisticsRecorder
@@ -84,7 +91,9 @@ def generate_speculatively(
     generation_config: GenerationConfig,
     speculation: Speculation,
     *,
-    assistant_model: PreTrainedModel,
+    assistant_model: Assistant = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
     **model_kwargs: Any,
@@ -95,10 +104,10 @@ def generate_speculatively(
         ValueError: For any reason named in `hf_dsde.integration.validation`.
     """
     refusals.check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
-    draft = unwrapped("assistant_model", assistant_model)
+    drafter = drafter_for(model, assistant_model, generation_config, logits_processor, tokenizer, assistant_tokenizer)
     config = speculation.config
-    if may_depend_on_rows(model) or may_depend_on_rows(draft):  # then all rows stay in, each at its place
-        config = config.replace(drop_finished_rows=False)
+    if may_depend_on_rows(model) or drafter.depends_on_rows:  # then all rows stay in, each at its place
+        config = config.replace(options=config.options.replace(drop_finished_rows=False))
     limit = length_limit(stopping_criteria, generation_config.max_length)
     sequences = SequenceBatch(
         input_ids,
@@ -119,7 +128,7 @@ def generate_speculatively(
     loop = build_loop(
         SpeculativeLoop,
         model,
-        draft,
+        drafter,
         sequences,
         capacity=capacity,
         policy=speculation.policy,

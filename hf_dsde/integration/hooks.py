@@ -24,8 +24,9 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import release_memory
-from hf_dsde.execution.wrappers import innermost, unwrapped
+from hf_dsde.execution.wrappers import innermost
 from hf_dsde.integration import validation as refusals
+from hf_dsde.integration.drafters import Assistant
 from hf_dsde.integration.generation import Speculation, generate_speculatively
 from hf_dsde.integration.outputs import SpeculativeGenerateOutput
 from hf_dsde.policies import StoppingPolicy
@@ -59,14 +60,11 @@ def _validate_generation_mode(
         parent(model, generation_mode, generation_config, generation_mode_kwargs)
         return
     refusals.check_mode(generation_mode, generation_config, generation_mode_kwargs)
-    draft = unwrapped("assistant_model", generation_mode_kwargs["assistant_model"])
-    refusals.check_models(model, draft, speculation.config.packed_attention)
-    refusals.check_tokenizers(
-        model,
-        draft,
-        generation_mode_kwargs.get("tokenizer"),
-        generation_mode_kwargs.get("assistant_tokenizer"),
+    assistant, *tokenizers = (
+        generation_mode_kwargs.get(name) for name in ("assistant_model", "tokenizer", "assistant_tokenizer")
     )
+    packed_attention = speculation.config.options.packed_attention
+    refusals.check_assistant(model, assistant, *tokenizers, packed_attention=packed_attention)
 
 
 def _assisted_decoding(
@@ -81,8 +79,8 @@ def _assisted_decoding(
     speculation = getattr(generation_config, _SPECULATION, None)
     if speculation is None:
         return parent(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-    for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # what only the stock decoding method needs
-        kwargs.pop(name, None)
+    delattr(generation_config, _SPECULATION)  # a drafter may call `generate` with a copy of this config
+    kwargs.pop("inputs_tensor", None)  # which only the stock decoding method needs
     return generate_speculatively(
         model, input_ids, logits_processor, stopping_criteria, generation_config, speculation, **kwargs
     )
@@ -210,14 +208,14 @@ def generate(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    assistant_model: PreTrainedModel | None = None,
+    assistant_model: Assistant = None,
     speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
     speculation_config: SpeculationConfig | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     **kwargs: Any,
 ) -> SpeculativeGenerateOutput | Tensor:
-    """A decoding method for `model.generate(custom_generate=...)`, for models that shall not be enabled.
+    """A decoding method for `model.generate(custom_generate=...)`, for models that must not be enabled.
 
     `generate` hands a custom method neither the assistant nor the streamer, so the assistant has to be bound:
 
@@ -233,7 +231,7 @@ def generate(
         logits_processor: As `generate` prepared them.
         stopping_criteria: As `generate` prepared them.
         generation_config: As `generate` prepared it.
-        assistant_model: The draft.
+        assistant_model: The draft: a model, a `Drafter`, or any `CandidateGenerator`.
         speculation_policy: A name, a policy, or a `SpeculationConfig`; "dsde" when neither this nor
             `speculation_config` is given.
         speculation_config: Everything else that can be set.
@@ -251,10 +249,9 @@ def generate(
     if generation_config.num_beams > 1:
         mode = GenerationMode.BEAM_SEARCH
     refusals.check_mode(mode, generation_config, {"assistant_model": assistant_model})
-    draft = unwrapped("assistant_model", assistant_model)
     speculation = Speculation.of(speculation_policy, speculation_config)
-    refusals.check_models(model, draft, speculation.config.packed_attention)
-    refusals.check_tokenizers(model, draft, tokenizer, assistant_tokenizer)
+    packed_attention = speculation.config.options.packed_attention
+    refusals.check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, packed_attention=packed_attention)
     return generate_speculatively(
         model,
         input_ids,
@@ -262,6 +259,8 @@ def generate(
         stopping_criteria,
         generation_config,
         speculation,
-        assistant_model=draft,
+        assistant_model=assistant_model,
+        tokenizer=tokenizer,
+        assistant_tokenizer=assistant_tokenizer,
         **kwargs,
     )

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.decoding.drafter import DraftCall, Drafter
 from hf_dsde.decoding.loop import SpeculativeLoop
 from hf_dsde.decoding.recording import Recording
 from hf_dsde.decoding.sampling import ScoreProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.token_feed import TokenFeed
-from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.execution.create_runner import create_runner
 
 Loop = TypeVar("Loop", bound=SpeculativeLoop)
@@ -21,7 +21,7 @@ Loop = TypeVar("Loop", bound=SpeculativeLoop)
 def build_loop(
     kind: type[Loop],
     model: PreTrainedModel,
-    draft: PreTrainedModel,
+    drafter: Drafter,
     sequences: SequenceBatch,
     *,
     capacity: int,
@@ -38,7 +38,7 @@ def build_loop(
     Args:
         kind: Class of the loop.
         model: The target.
-        draft: The draft.
+        drafter: Proposes tokens; is started here.
         sequences: The batch, with its prompts.
         capacity: Tokens per row that the caches have room for from the start.
         process: Logits processors.
@@ -49,18 +49,10 @@ def build_loop(
         feed: Takes tokens as soon as they are certain; None if nobody does.
         **parts: The loop's other arguments.
     """
-    drafter = ModelDrafter(
-        draft,
-        sequences,
-        vocabulary_size=model.config.get_text_config(decoder=True).vocab_size,
-        process=process,
-        do_sample=do_sample,
-        capacity=capacity,
-        config=config,
-    )
-    target = create_runner(model, sequences.rows, capacity, config)
-    for cache in (target.cache, drafter.cache):
-        cache.limit = cache_limit
+    vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
+    drafter.start(DraftCall(sequences, vocabulary_size, process, do_sample, capacity, cache_limit, config))
+    target = create_runner(model, sequences.rows, capacity, config.options, config.runner)
+    target.cache.limit = cache_limit
     return kind(
         target=target,
         drafter=drafter,

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_dsde import compat
@@ -85,11 +86,13 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
             f"num_beams={generation_config.num_beams}",
             "a draft can only be verified against one continuation per row. Use num_beams=1. " + PLAIN,
         )
-    if mode_kwargs.get("assistant_model") is None:
+    assistant = mode_kwargs.get("assistant_model")
+    lookup = getattr(generation_config, "prompt_lookup_num_tokens", None)
+    if assistant is None and lookup is None:
         _refuse(
             "assistant_model=None",
-            "`speculation_policy` decides how much a draft model drafts, so one is needed. Pass assistant_model=... "
-            + PLAIN,
+            "`speculation_policy` decides how much is drafted, so something has to draft. Pass assistant_model=..., or "
+            "prompt_lookup_num_tokens=... to draft from the text itself. " + PLAIN,
         )
     if getattr(generation_config, "dola_layers", None) is not None:
         _refuse(
@@ -98,12 +101,19 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
         )
     if getattr(generation_config, "is_assistant", False):
         _refuse("is_assistant=True", "it marks the calls of a draft inside a stock call. Leave it out.")
-    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type"):
+    if assistant is not None and lookup is not None:
+        _refuse(f"prompt_lookup_num_tokens={lookup}", "it is another way of drafting. Use it or assistant_model.")
+    for name in ("assistant_early_exit", "use_mtp", "speculation_type"):
         if getattr(generation_config, name, None):
             _refuse(
                 f"{name}={getattr(generation_config, name)}",
-                "it is another way of drafting beside assistant_model. Use one of the two.",
+                "it is another way of drafting beside assistant_model. Leave it out. " + PLAIN,
             )
+    if getattr(assistant, "requires_model_outputs", False):
+        _refuse(
+            f"assistant_model={type(assistant).__name__}",
+            "it needs the target's hidden states, which are not handed to generators of single rows. " + PLAIN,
+        )
     if mode is not GenerationMode.ASSISTED_GENERATION:
         _refuse(f"generation mode '{mode.value}'", "only greedy decoding and sampling can be verified. " + PLAIN)
     if mode_kwargs.get("synced_gpus"):
@@ -115,12 +125,42 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
         )
 
 
-def check_models(target: PreTrainedModel, draft: PreTrainedModel, packed_attention: bool) -> None:
+def check_assistant(
+    target: PreTrainedModel,
+    assistant: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    packed_attention: bool,
+) -> None:
+    """Refuse a target, or what is to draft for it in `generate`, if they cannot work together here.
+
+    Args:
+        target: The target.
+        assistant: A model, any candidate generator, or None for prompt lookup.
+        tokenizer: The target's tokenizer, if it was given.
+        assistant_tokenizer: The draft's, likewise. Where both are given, drafts of another vocabulary are translated.
+        packed_attention: As for `check_models`.
+
+    Raises:
+        TypeError: If the assistant is none of these.
+        ValueError: As for `check_models` and `check_tokenizers`.
+    """
+    if assistant is None or isinstance(assistant, CandidateGenerator):
+        check_models(target, None, packed_attention)
+        return
+    draft = wrappers.unwrapped("assistant_model", assistant)
+    check_models(target, draft, packed_attention)
+    if tokenizer is None or assistant_tokenizer is None:
+        check_tokenizers(target, draft, tokenizer, assistant_tokenizer)
+
+
+def check_models(target: PreTrainedModel, draft: PreTrainedModel | None, packed_attention: bool) -> None:
     """Refuse models whose cache cannot be ragged.
 
     Args:
         target: The target.
-        draft: The draft.
+        draft: The draft; None where no model of this package's runs drafts.
         packed_attention: Whether packed attention may stand in for what the models are set to.
 
     Raises:
@@ -128,8 +168,9 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel, packed_attenti
             implementations that take no mask, models whose inputs somebody else's method makes, and training with
             gradient checkpointing where that drops the cache.
     """
-    for argument, model in (("model", target), ("assistant_model", draft)):
-        _check_model(argument, model, packed_attention)
+    _check_model("model", target, packed_attention)
+    if draft is not None:
+        _check_model("assistant_model", draft, packed_attention)
 
 
 def _check_model(argument: str, model: PreTrainedModel, packed_attention: bool) -> None:
@@ -217,10 +258,8 @@ def check_tokenizers(
     theirs = found if assistant_tokenizer is None else assistant_tokenizer
     if tokenizer is None or theirs is None:
         return
-    shared = min(config.get_text_config(decoder=True).vocab_size for config in (target.config, draft.config))
-    different = vocabularies.differences(tokenizer, theirs, shared)
+    different = vocabularies.differences(tokenizer, theirs, vocabularies.shared_size(target, draft))
     if different:
-        examples = ", ".join(f"{i}: {ours!r} against {other!r}" for i, ours, other in different[:3])
         wrong = (
             f"if {draft.name_or_path!r} holds a wrong one, put the right one there, or pass assistant_tokenizer to "
             "`generate` or `BatchGenerator`"
@@ -229,8 +268,10 @@ def check_tokenizers(
         )
         _refuse(
             f"assistant_model ({type(draft).__name__})",
-            f"{len(different)} token ids differ from the target's tokenizer ({examples}). Use a draft of the same "
-            f"tokenizer; {wrong}; for other pairs, transformers' own assisted generation translates at batch size 1.",
+            f"{len(different)} token ids differ from the target's tokenizer "
+            f"({vocabularies.examples(different)}). Use a draft of the same "
+            f"tokenizer; {wrong}; for other pairs, pass tokenizer and assistant_tokenizer to `generate`: drafts are "
+            "translated then, row by row.",
         )
 
 
@@ -309,7 +350,7 @@ def _check_rotary_scaling(model: PreTrainedModel, max_length: int) -> None:
         if max_length > limit:
             _refuse(
                 f"rope_type='{kind}' and max_length={max_length}",
-                f"its frequencies change behind {limit} tokens, and cached keys would not be those of plain decoding. "
+                f"its frequencies change after {limit} tokens, and cached keys would not be those of plain decoding. "
                 f"Keep prompt and new tokens within {limit} (max_new_tokens). " + PLAIN,
             )
 

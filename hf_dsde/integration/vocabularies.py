@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from huggingface_hub import try_to_load_from_cache
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEPT_TOKENIZERS = 8
 """Tokenizers found beside models that are kept for further calls."""
@@ -44,6 +45,16 @@ def _compare(ours: dict[str, int], theirs: dict[str, int], shared: int) -> tuple
     first, second = ({index: token for token, index in vocabulary.items()} for vocabulary in (ours, theirs))
     both = first.keys() & second.keys()
     return tuple(sorted((i, first[i], second[i]) for i in both if i < shared and first[i] != second[i]))
+
+
+def examples(different: Sequence[Difference]) -> str:
+    """Name the first few differing ids."""
+    return ", ".join(f"{i}: {ours!r} against {other!r}" for i, ours, other in different[:3])
+
+
+def shared_size(target: PreTrainedModel, draft: PreTrainedModel) -> int:
+    """Return below which number both models have all ids."""
+    return min(model.config.get_text_config(decoder=True).vocab_size for model in (target, draft))
 
 
 def tokenizer_at(name_or_path: str | None) -> PreTrainedTokenizerBase | None:

@@ -30,10 +30,8 @@ from hf_dsde.kernels.block import Block
 from hf_dsde.kernels.chaining import await_inputs, chaining
 from hf_dsde.kernels.launching import on_its_device, shared_memory
 from hf_dsde.kernels.trees import begin_of_tree, visible_in_tree
+from hf_dsde.utils.tuning import tuning_of
 
-WHOLE_ROW = 1024
-"""Tokens from which on a prompt that is alone in its pass is left to torch. On an H200 (32 heads, 8 of keys) its kernel
-takes 0.5 to 0.6 of the time of this file's; several rows, and shorter ones, are faster in one launch of the latter."""
 UNSEEN = tl.constexpr(-1e30)
 """Running maximum of scores before there is one. Finite, so that its difference to itself is 0 and not NaN."""
 
@@ -307,7 +305,9 @@ def ragged_attention(
     Returns:
         `[T, Hq * Dv]`, of the dtype of `q`.
     """
-    if block.whole_row is not None and block.ancestors is None and len(q) >= WHOLE_ROW and window is None:
+    tuning = tuning_of(q.device)
+    chain = block.ancestors is None
+    if block.whole_row is not None and chain and len(q) >= tuning.whole_row and window is None:
         return _causal_attention(q, keys[block.whole_row], values[block.whole_row], scaling)
     slots = reach if window is None else min(reach, window + block.max_count)
     group = q.shape[1] // keys.shape[1]
@@ -319,6 +319,7 @@ def ragged_attention(
         keys.element_size(),
         _processors(q.device),
         shared_memory(q.device),
+        tuning.attention,
     )
     return launch_attention(q, keys, values, block, scaling, window, plan)
 

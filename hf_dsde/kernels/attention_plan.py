@@ -6,18 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hf_dsde.kernels.launching import HOPPER_SHARED_MEMORY
+from hf_dsde.utils.tuning import HOPPER, AttentionTimes
 
 FEWEST_SLOTS = 128
 """No program of a divided row gets fewer slots: a handful of loads is not worth a launch and a merge."""
 MOST_SPLITS = 64
-PROGRAM_MICROSECONDS = 1.0
-"""Until a program has read where its row is and has its first keys under way."""
-BLOCK_MICROSECONDS = 0.4
-"""A block of slots, however few programs there are: its loads wait for memory, its sums for each other."""
-BYTES_PER_MICROSECOND = 3.0e6
-"""What the device reads for all programs together."""
-MERGE_MICROSECONDS = 2.4
-"""A second kernel, and the gap in front of it."""
 FILLED = 0.75
 """Slots that rows have, of the slots that they may have: bounds double as texts grow."""
 
@@ -52,14 +45,14 @@ def plan_launch(
     element_size: int,
     processors: int,
     shared: int = HOPPER_SHARED_MEMORY,
+    times: AttentionTimes = HOPPER.attention,
 ) -> LaunchPlan:
     """Choose the shape of a launch.
 
     Splits are chosen by an estimate of the time. Programs that run at once share the device's bandwidth, yet no block
     of slots takes less than the latency of one, which is why dividing pays where few programs have many slots; against
     it stand a merge, the float32 means that parts write and it reads, and programs that wait for others. Rows that are
-    longer than others keep the last programs waiting, for a quarter of a wave. The constants of this file are those of
-    an H100, estimated from a few timings; `benchmarks/attention_variants.py --sweep` times the alternatives.
+    longer than others keep the last programs waiting, for a quarter of a wave.
 
     Args:
         queries: Bound on the queries of one row and key-value head: tokens times query heads per key-value head.
@@ -69,6 +62,7 @@ def plan_launch(
         element_size: Bytes per element of the cache.
         processors: Streaming multiprocessors of the device.
         shared: Bytes of shared memory that a program can have.
+        times: What the estimate is made of.
     """
     widest = 64 if element_size == 2 else 16  # without tensor cores, larger products would spill registers
     block_m = min(max(16, _power_of_two(queries)), widest)
@@ -83,13 +77,13 @@ def plan_launch(
     def estimate(splits: int) -> float:
         programs = groups * query_blocks * splits
         at_once = min(programs, resident)
-        block = BLOCK_MICROSECONDS + at_once * block_n * slot_bytes / BYTES_PER_MICROSECOND
-        each = PROGRAM_MICROSECONDS + max(1.0, FILLED * slots / splits / block_n) * block
+        block = times.block + at_once * block_n * slot_bytes / times.bandwidth
+        each = times.program + max(1.0, FILLED * slots / splits / block_n) * block
         time = (max(1.0, programs / resident) + 0.25) * each
         if splits == 1:
             return time
         means = 2 * 4 * dim * queries * groups * splits  # written and read
-        return time + MERGE_MICROSECONDS + means / BYTES_PER_MICROSECOND
+        return time + times.merge + means / times.bandwidth
 
     most = max(1, min(MOST_SPLITS, slots // FEWEST_SLOTS))
     splits = min((1 << power for power in range(most.bit_length())), key=estimate)

@@ -13,8 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 512
-"""With more, every product occupies the device by itself."""
+from hf_dsde.utils.tuning import tuning_of
 
 
 def side_by_side(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
@@ -22,9 +21,11 @@ def side_by_side(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> l
 
     Args:
         products: Linear modules, say; each is called once.
-        x: `[T, H]`. Branches are only made while a CUDA graph is captured, and of up to `MOST_TOKENS` tokens.
+        x: `[T, H]`. Branches are only made while a CUDA graph is captured, and of few tokens: with more,
+            every product occupies the device by itself.
     """
-    if len(products) == 1 or len(x) > MOST_TOKENS or not torch.cuda.is_current_stream_capturing():
+    few = len(x) <= tuning_of(x.device).branch_tokens
+    if len(products) == 1 or not few or not torch.cuda.is_current_stream_capturing():
         return [product(x) for product in products]
     current = torch.cuda.current_stream(x.device)
     first, *others = products

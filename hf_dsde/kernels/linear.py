@@ -6,8 +6,8 @@ streams few rows of one matrix with many loads under way. The sums of so small a
 memory; so each warp has a slice of the inner dimension, and they add theirs up at the end. Among programs that
 dimension is not divided. Sums have a fixed order, whatever the other tokens are. Weights stay where the model has them.
 
-Which launch suits which sizes, and where the vendor's library is left alone, say the constants of this file; they are
-settled by measurement (`benchmarks/skinny_linear.py`).
+Which launch suits which sizes, and where the vendor's library is left alone, says `hf_dsde.utils.tuning`; it is settled
+by measurement (`benchmarks/skinny_linear.py`).
 """
 
 # ruff: noqa: PLR0917 - kernels take pointers, sizes and strides one by one
@@ -25,19 +25,10 @@ from torch import Tensor
 
 from hf_dsde.kernels.chaining import await_inputs, chaining
 from hf_dsde.kernels.launching import HOPPER_SHARED_MEMORY, on_its_device, shared_memory
+from hf_dsde.utils.tuning import HOPPER, Tuning, tuning_of
 
 MOST_TOKENS = 64
 """What the kernels take. Beyond it, a product no longer is a mere pass over its weights."""
-PAYING = {
-    1: ((16, 40 << 20),),
-    2: ((16, 96 << 20),),
-    3: ((16, 96 << 20), (64, 16 << 20)),
-}
-"""Number of matrices in a launch -> up to so many tokens, the kernels are preferred to the vendor's library for up to
-so many bytes of weights. Of a large matrix the library reads as fast as anybody, and several in one launch spare the
-others' beginnings and ends. Measured with `benchmarks/skinny_linear.py`: queries, keys and values of models up to 32B
-take 0.4 to 0.75 of the library's time with up to 16 tokens (H100), those of 1B 0.49 with 32 and 0.69 with 64 (H200).
-Those of 8B are faster as branches of the graph from 24 tokens on: a step of 32 rows takes 0.98 of the time."""
 PAYING_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -60,28 +51,15 @@ class SkinnyPlan:
     stages: int
 
 
-LINEARS_PLANS: dict[int, tuple[int, int, int, int]] = {
-    2048: (8, 256, 4, 6),
-    6144: (16, 256, 4, 5),
-    16384: (32, 256, 4, 4),
-    1 << 62: (64, 128, 4, 5),
-}
-"""Bound on the rows of all weights of a launch -> rows per program, elements at once, warps, and stages, for up to 16
-tokens of a two-byte dtype. Rows per program are few enough for every processor of an H100 (132) to have some."""
-GATED_PLANS: dict[int, tuple[int, int, int, int]] = {
-    8192: (8, 256, 4, 5),
-    16384: (16, 128, 2, 6),
-    1 << 62: (32, 128, 4, 5),
-}
-"""The same for `gated_linear`, whose programs read as many rows of each of its two matrices."""
-
-
-WIDE_PLAN = (16, 256, 4, 3)
-"""Of either kind, for more than 16 tokens, which need room themselves: little is read ahead."""
-
-
 def plan_product(
-    tokens: int, rows: int, width: int, element_size: int, *, gated: bool, shared: int = HOPPER_SHARED_MEMORY
+    tokens: int,
+    rows: int,
+    width: int,
+    element_size: int,
+    *,
+    gated: bool,
+    shared: int = HOPPER_SHARED_MEMORY,
+    tuning: Tuning = HOPPER,
 ) -> SkinnyPlan:
     """Choose the shape of a launch.
 
@@ -92,15 +70,22 @@ def plan_product(
         element_size: Bytes per element.
         gated: Whether it is for `gated_linear`.
         shared: Bytes of shared memory that a program can have.
+        tuning: Shapes for the device.
     """
-    table = GATED_PLANS if gated else LINEARS_PLANS
-    shape = WIDE_PLAN if tokens > 16 else next(shape for bound, shape in table.items() if rows <= bound)
+    table = tuning.gated_plans if gated else tuning.linears_plans
+    shape = tuning.wide_plan if tokens > 16 else next(shape for bound, shape in table.items() if rows <= bound)
     block_n, block_k, warps, stages = shape
     plan = SkinnyPlan(max(16, triton.next_power_of_2(tokens)), block_n, block_k, warps, stages)
     # Larger elements take the room of what is read ahead. Of less than 256 bytes from each of 8 rows, not every thread
     # of 4 warps would get 16 at once.
     plan = fitted(replace(plan, block_k=max(256 // element_size, 2 * block_k // element_size)), width)
     return _within(shared, plan, element_size, gated=gated)
+
+
+def _plan_for(x: Tensor, rows: int, *, gated: bool) -> SkinnyPlan:
+    """The shape of a launch for these tokens on their device."""
+    shared, tuning = shared_memory(x.device), tuning_of(x.device)
+    return plan_product(len(x), rows, x.shape[-1], x.element_size(), gated=gated, shared=shared, tuning=tuning)
 
 
 def _within(shared: int, plan: SkinnyPlan, element_size: int, *, gated: bool) -> SkinnyPlan:
@@ -124,7 +109,7 @@ def fitted(plan: SkinnyPlan, width: int) -> SkinnyPlan:
     return plan if width % block_k else replace(plan, block_k=block_k)
 
 
-def pays(tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype) -> bool:
+def pays(tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a launch of these kernels is preferred to the products of the vendor's library.
 
     Args:
@@ -133,10 +118,12 @@ def pays(tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype) 
         rows: Rows of all weights of the launch together.
         width: Elements of a row.
         dtype: Of input and weights.
+        device: Likewise.
     """
     if dtype not in PAYING_DTYPES or width % 16:  # 16 bytes at once, or not at all
         return False
-    return any(tokens <= most and rows * width * dtype.itemsize <= room for most, room in PAYING[matrices])
+    bounds = tuning_of(device).paying.get(matrices, ())
+    return any(tokens <= most and rows * width * dtype.itemsize <= room for most, room in bounds)
 
 
 @triton.jit
@@ -295,7 +282,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         ValueError: If there are too many tokens or weights, or shapes, dtypes or strides do not fit.
     """
     rows = sum(weight.shape[0] for weight in weights)
-    plan = plan_product(len(x), rows, x.shape[-1], x.element_size(), gated=False, shared=shared_memory(x.device))
+    plan = _plan_for(x, rows, gated=False)
     return launch_linears(x, weights, biases, plan)
 
 
@@ -341,9 +328,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         ValueError: If there are too many tokens, or shapes, dtypes or strides do not fit.
     """
-    plan = plan_product(
-        len(x), 2 * len(gate), x.shape[-1], x.element_size(), gated=True, shared=shared_memory(x.device)
-    )
+    plan = _plan_for(x, 2 * len(gate), gated=True)
     return launch_gated(x, gate, up, plan)
 
 

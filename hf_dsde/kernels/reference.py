@@ -66,7 +66,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def pays(tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype) -> bool:  # noqa: ARG001 - as the kernels
+def pays(
+    tokens: int,  # noqa: ARG001 - as the kernels
+    matrices: int,  # noqa: ARG001
+    rows: int,  # noqa: ARG001
+    width: int,  # noqa: ARG001
+    dtype: torch.dtype,  # noqa: ARG001
+    device: torch.device,  # noqa: ARG001
+) -> bool:
     """Whether `linears` and `gated_linear` are preferred to calling modules: always, since it comes to the same."""
     return True
 

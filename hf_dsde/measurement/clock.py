@@ -28,7 +28,7 @@ class _HostMark:
 
 
 class _CudaMark:
-    """A point in the device's stream. Its time is known once the host has waited for something behind it."""
+    """A point in the device's stream. Its time is known once the host has waited for something after it."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True)

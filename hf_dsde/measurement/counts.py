@@ -92,7 +92,7 @@ class SpeculationCounts:
         prefill_seconds: Seconds spent on the prompts, in both models, and on measuring costs where a policy needs them.
         recorded_passes: Shapes of passes that were recorded to be replayed, of both models.
         recording_seconds: Seconds this took, compilation of kernels included: part of the other seconds.
-        recording_bytes: Device memory that they hold besides the caches.
+        recording_bytes: Device memory that they hold in addition to the caches.
     """
 
     policy: str

@@ -89,7 +89,7 @@ class SpeculationStatistics(SpeculationCounts):
         """Seconds of a round in which nobody drafts and every row takes part; None when there was none.
 
         The median of verification and bookkeeping, and the shortest time in front of the pass: there a GPU waits for
-        the host, and in a round behind a draft also for a draft pass that turned out to be for nothing.
+        the host, and in a round after a draft also for a draft pass that was not needed.
         """
         plain = _undisturbed([r for r in self.rounds if r.is_plain])
         if not plain:

@@ -2,7 +2,7 @@
 
 Four logistic regressions share their arithmetic: two judge the token just drafted (`PLAIN_NOWCAST` from the draft's
 distribution alone, `NOWCAST` also from how the row has deviated of late), two look one token ahead (`FIRST` before
-anything is drafted, `NEXT` behind a drafted token). They learn by an extended Kalman filter in information form: for a
+anything is drafted, `NEXT` after a drafted token). They learn by an extended Kalman filter in information form: for a
 round's samples x with labels y in [0, 1],
 
     L <- f L + (1 - f) I + sum w x x',   w = max(p (1 - p), 0.01),   theta <- theta + L^-1 sum x (y - p)
@@ -76,7 +76,7 @@ class Features:
         Args:
             row_logit: `logit` of the row's recent acceptance rate, shape `[rows]`, float32.
             bias: As in `draft`.
-            entropy: Of the target's distribution behind the last token, shape `[rows]`, float32, nats.
+            entropy: Of the target's distribution after the last token, shape `[rows]`, float32, nats.
             probability: Of the last token under that distribution, shape `[rows]`, float32.
             all_accepted: Whether all drafts of the row's last round were accepted, shape `[rows]`, float32, 0 or 1.
 
@@ -88,7 +88,7 @@ class Features:
         return torch.stack([one, row_logit, bias, 0.5 * entropy - 0.5, chosen, all_accepted, zero], dim=-1)
 
     def next(self, row_logit: Tensor, draft: Tensor, nowcast: Tensor) -> Tensor:
-        """What is known about the token behind the one just drafted.
+        """What is known about the token after the one just drafted.
 
         Args:
             row_logit: As in `first`, of the shape of `nowcast`.

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.policies.base import DRAFT_SIGNALS, BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.goodput import GoodputPolicy
 from hf_dsde.policies.marginal_goodput import MarginalGoodputPolicy
 from hf_dsde.policies.registry import register
 
-DEAREST_DRAFT = 0.2
-"""Share of a plain step that a draft step may take on a GPU for `marginal_goodput` to be chosen: the host's wait after
-each token is a share of the draft step, and what stopping in time saves is little where the target is that cheap. On an
-H200, one row, `goodput` is the faster one at 0.33 (8B), by 5 to 21 %, and within 6 % of the other at 0.08 (32B)."""
-
 
 def stopping_inside_pays(batch: BatchInfo) -> bool:
-    """Whether a rule that asks the host after each draft token is the one to take."""
-    if batch.rows > 1:
-        return False
-    if batch.device.type != "cuda" or batch.costs is None:  # elsewhere the host waits for nothing
-        return True
-    costs = batch.costs.current
-    return costs.draft_step <= DEAREST_DRAFT * costs.round_seconds(0)
+    """Whether a rule that asks after each draft token is the one to take.
+
+    On a GPU the host would wait for each answer, and launch the rule's arithmetic in dozens of small operations.
+    """
+    return batch.rows == 1 and batch.device.type != "cuda" and batch.provided >= DRAFT_SIGNALS
 
 
 @register("auto")
 class AutoPolicy(StoppingPolicy):
-    """`marginal_goodput` for a single sequence, `goodput` for a batch, each with its defaults.
+    """`marginal_goodput` for a single sequence on a CPU, `goodput` otherwise, each with its defaults.
 
-    Stopping inside a round by the draft's own confidence pays for a single sequence, unless it is on a GPU and a draft
-    step is dear. In a batch the differences between rows average out, so that a length for the whole round does as well
+    Stopping inside a round by the draft's own confidence pays for a single sequence where nothing waits for a device.
+    In a batch the differences between rows average out, so that a length for the whole round does as well
     and asks the host nothing in between (docs/policies.md has the figures). The choice is made when a batch starts, and
     stays when rows leave it.
     """

@@ -1,7 +1,7 @@
 """The contract between the decoding loop and whatever decides how many tokens a sequence drafts.
 
 A policy is asked twice. Before a round it may fix a draft length per row (`draft_lengths`); inside a round it may
-say, after each draft token, which rows shall stop *after* that token (`should_stop`). It can never take a token
+say, after each draft token, which rows stop *after* that token (`should_stop`). It can never take a token
 back: dropping a token because of its own value would make the output follow another law than the target's.
 Whatever a policy answers, the output is exact; a policy only decides how fast.
 """
@@ -9,11 +9,11 @@ Whatever a policy answers, the output is exact; a policy only decides how fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,20 +44,10 @@ class Signal(Enum):
     """What draft steps and verification passes cost, in `BatchInfo.costs`."""
 
 
-TensorFunction = Callable[..., tuple[Tensor, ...]]
-"""Takes tensors and returns a tuple of tensors."""
-
-
-class Recorder(Protocol):
-    """What `BatchInfo.record` is."""
-
-    def __call__(self, function: TensorFunction, key: Hashable = None) -> TensorFunction:
-        """Return a function that does what `function` does."""
-
-
-def as_it_is(function: TensorFunction, key: Hashable = None) -> TensorFunction:  # noqa: ARG001 - a `Recorder`
-    """Return `function`: what `BatchInfo.record` does where nothing is recorded."""
-    return function
+LOGIT_SIGNALS = frozenset({Signal.KLD, Signal.REVERSE_KLD})
+"""Signals that compare the two models' raw logits."""
+DRAFT_SIGNALS = LOGIT_SIGNALS | {Signal.ENTROPY, Signal.CONFIDENCE}
+"""Signals that come from the distributions which tokens are drafted from."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +61,7 @@ class BatchInfo:
         max_draft_length: The most tokens the loop lets any row draft in one round.
         max_new_tokens: The most tokens any row may emit in the whole call.
         costs: What passes cost, kept up to date by the loop. None unless `Signal.COSTS` is required.
-        record: Turns a function of tensors into one that does the same with few launches, where a GPU can; elsewhere
-            it returns the function. Using it is optional: it pays for a policy that does dozens of small operations. A
-            policy calls it in `start` and gives all that varies as tensors on `device`. The function
-
-            - takes tensors and returns a tuple of tensors,
-            - depends on its arguments alone, and on tensors and numbers that never change after `start`: what it
-              reads from the host, such as a round's number, stays what it was at its first call,
-            - writes to no argument, draws no random numbers and never waits for the device,
-            - is called with the same shapes and dtypes each time: others are right too, but slow.
-
-            A `key` names what the function computes, with all the numbers that it was made with and the shapes of its
-            arguments: functions with equal keys are taken for one, which later calls need not record again. It then is
-            kept, and with it the tensors that it reads, which nobody may write to. None records anew in each call.
+        provided: Those of `DRAFT_SIGNALS` that the drafter can give. One that gives none never asks `should_stop`.
     """
 
     rows: int
@@ -92,12 +70,7 @@ class BatchInfo:
     max_draft_length: int
     max_new_tokens: int
     costs: LiveCosts | None = None
-    record: Recorder = field(default=as_it_is)
-
-    @property
-    def records(self) -> bool:
-        """Whether `record` may record. Only then is it worth giving arguments a fixed shape."""
-        return self.record is not as_it_is
+    provided: frozenset[Signal] = DRAFT_SIGNALS
 
 
 def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +175,7 @@ class RoundOutcome:
             float32. None unless `Signal.CONFIDENCE` was required.
         acceptance: Probability that the target accepts a token drawn there, `sum_x min(p(x), q(x))` of the processed
             distributions, shape `[rows, width]`, float32; when greedy, 1 or 0. Only for tested positions, up
-            to the first rejected token: those behind it hold anything. None unless `Signal.ACCEPTANCE` was required.
+            to the first rejected token: those after it hold anything. None unless `Signal.ACCEPTANCE` was required.
         next_entropy: Entropy of the target's raw distribution at temperature 1 that the round's last token, a
             correction or the bonus, was chosen from, shape `[rows]`, float32, nats. None unless `Signal.NEXT_TOKEN` was
             required.
@@ -234,7 +207,7 @@ class RoundOutcome:
 class StoppingPolicy(ABC):
     """Decides how many tokens each sequence drafts. One instance serves one call of `generate` at a time.
 
-    Subclasses keep their state in tensors on `BatchInfo.device`, with one entry per row, and create it anew in
+    Subclasses keep their state in tensors on `BatchInfo.device`, with one entry per row, and make it afresh in
     `start`: two equal calls must behave equally. They never synchronise with the host.
     """
 
@@ -249,11 +222,11 @@ class StoppingPolicy(ABC):
 
     @abstractmethod
     def draft_lengths(self) -> Tensor:
-        """The most tokens each row shall draft in the next round, shape `[rows]`, int64, at least 0.
+        """The most tokens each row may draft in the next round, shape `[rows]`, int64, at least 0.
 
         The loop lowers it further where a row's remaining budget or context is shorter, and ignores it for rows
-        that have finished. On a GPU, behind rounds in which nobody drafted, another one may already be under way:
-        what is wanted is then done behind it, and the policy does not observe it.
+        that have finished. On a GPU, after rounds in which nobody drafted, another one may already be under way:
+        what is wanted is then done after it, and the policy does not observe it.
         """
 
     def should_stop(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - part of the contract

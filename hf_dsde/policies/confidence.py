@@ -114,7 +114,7 @@ def _least_cost_threshold(confidence: Tensor, matched: Tensor, filled: Tensor) -
     """The confidence that separates matches from mismatches at the least `fpr + 3 fnr`, the strictest among equals.
 
     That is transformers' rule (`AssistedCandidateGenerator.update_candidate_strategy`): costs of 25 % and 75 % for a
-    token drafted in vain and for one not drafted though it would have matched. Costs are compared after
+    token drafted and rejected and for one not drafted though it would have matched. Costs are compared after
     multiplication with both class sizes, as integers, so that equal costs are equal.
 
     Args:

@@ -22,8 +22,8 @@ class CostTable:
     Attributes:
         times: Time of a round in which every row drafts k tokens, k = 0 .. longest, in plain steps: the first entry is
             1. Shape `[longest + 1]`, float32.
-        resumption: What drafting takes besides behind rounds without drafts, in plain steps, scalar, float32.
-        steps: What one token more takes behind k drafted ones, in plain steps; infinity behind the longest draft. Shape
+        resumption: Extra time of the first round with drafts after rounds without, in plain steps, scalar, float32.
+        steps: What one token more takes after k drafted ones, in plain steps; infinity after the longest draft. Shape
             `[longest + 1]`, float32.
 
     Raises:

@@ -1,7 +1,7 @@
 """GammaTune and GammaTune+ (arXiv 2504.00030): lengthen after full acceptance, fall back to a mean after a rejection.
 
 A row that accepts its whole draft drafts more at once. After a rejection it returns to a moving average of how many
-tokens such rounds accept. GammaTune+ also ends a draft behind a token that the draft model was unsure of.
+tokens such rounds accept. GammaTune+ also ends a draft after a token that the draft model was unsure of.
 """
 
 from __future__ import annotations

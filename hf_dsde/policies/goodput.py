@@ -61,11 +61,6 @@ class _Arithmetic(NamedTuple):
     estimator: str
     first_tokens: Tensor
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What tells apart instances that compute something else."""
-        return ("goodput", *self[:-1])
-
     def next_state(
         self,
         drafted: Tensor,
@@ -80,7 +75,7 @@ class _Arithmetic(NamedTuple):
         probing: Tensor,
         tokens: Tensor,
     ) -> _State:
-        """The state behind a round.
+        """The state after a round.
 
         Args:
             drafted: As in `RoundOutcome`.
@@ -117,7 +112,7 @@ class _Arithmetic(NamedTuple):
         return times[min(1, self.longest)] - times[0] + resumption
 
     def _followed(self, acceptance: Tensor, tokens: Tensor, judged: Tensor, gained: Tensor) -> tuple[Tensor, Tensor]:
-        """The acceptance probability behind a round, and the judged tokens that it rests on."""
+        """The acceptance probability after a round, and the judged tokens that it rests on."""
         rate = gained / judged.clamp_min(1)
         if self.memory_tokens:
             # An average of weight 1 - decay per round, once there are tokens enough for it.
@@ -157,7 +152,7 @@ class GoodputPolicy(StoppingPolicy):
             Published code: 0.
         estimator: "tested" counts accepted tokens over those that were judged, the first rejected one included, which
             is unbiased if all tokens are alike. "drafted" counts them over all drafted ones, as the published code
-            does; it takes the tokens behind a rejection for rejected, and the more of them there are the lower it gets.
+            does; it takes the tokens after a rejection for rejected, and the more of them there are the lower it gets.
     """
 
     name = "goodput"
@@ -222,10 +217,7 @@ class GoodputPolicy(StoppingPolicy):
             tokens=arithmetic.first_tokens,
             lengths=best.repeat(batch.rows),
         )
-        self._end_round = batch.record(arithmetic.next_state, key=(*arithmetic.key, batch.rows))
-        if batch.records:  # now, or the first round would look slow to whoever measures it
-            none = torch.zeros(batch.rows, dtype=torch.int64, device=batch.device)
-            self._end_round(none, none, none == 0, *self._prices, self._due[True], *self._state[:5])
+        self._arithmetic = arithmetic
 
     def draft_lengths(self) -> Tensor:
         """The same length for every row, shape `[rows]`, int64; in a probe 1 for a few and 0 for the others."""
@@ -237,7 +229,7 @@ class GoodputPolicy(StoppingPolicy):
         self._table.refresh()
         due = self._due[self._rounds % self.interval == 0]
         counts = (outcome.drafted, outcome.accepted, outcome.active)
-        self._state = _State(*self._end_round(*counts, *self._prices, due, *self._known[:5]))
+        self._state = self._arithmetic.next_state(*counts, *self._prices, due, *self._known[:5])
 
     @property
     def _prices(self) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """The arithmetic of `marginal_goodput`: what a further token is worth, and what a round teaches.
 
-Functions of tensors, which depend on nothing else that changes, so that each can be recorded. What is decided on the
-host, such as the position in a round, comes as a tensor too.
+Functions of tensors. What is decided on the host, such as the position in a round, comes as a tensor too.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hf_dsde.policies import acceptance_model as model
-from hf_dsde.policies.base import entropy_and_top
 from hf_dsde.policies.row_history import RowState
 
 ROW_PRIOR = 3.0
@@ -42,7 +40,7 @@ class RowRecord(RowState):
         accepted: Labels of tested tokens, decayed, shape `[rows]`, float32.
         tested: How many, decayed, shape `[rows]`, float32.
         residual: Labels minus predictions, decayed, shape `[rows]`, float32.
-        next_entropy: Of the target behind the last token, shape `[rows]`, float32.
+        next_entropy: Of the target after the last token, shape `[rows]`, float32.
         next_probability: Of the last token under the target, shape `[rows]`, float32.
         all_accepted: 1 where the last round's drafts were all accepted, shape `[rows]`, float32.
         active: Rows that were going on in the last round, shape `[rows]`, bool.
@@ -135,7 +133,7 @@ class Knowledge:
 
 
 class MarginalGain(NamedTuple):
-    """The functions that `MarginalGoodputPolicy` records.
+    """What `MarginalGoodputPolicy` computes.
 
     Attributes:
         form: Knowledge whose tensors are not looked at.
@@ -156,11 +154,6 @@ class MarginalGain(NamedTuple):
     row_memory: float
     exploration: Tensor
     put_aside: float
-
-    def step_from_logits(self, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """As `step`, from the draft's raw logits, shape `[rows, vocabulary]`, float32."""
-        entropy, top = entropy_and_top(logits)
-        return self.step(top, entropy, *others)
 
     def step(
         self,
@@ -369,7 +362,7 @@ def padded_block(features: Sequence[Tensor], width: int) -> Tensor:
 
 
 def _decide(gain: Tensor, cost: Tensor, length: Tensor, probes: Probes) -> tuple[Tensor, Probes]:
-    """Whether a token behind `length` drafted ones is drafted, because it pays, or as a probe; and the probes then."""
+    """Whether a token after `length` drafted ones is drafted, because it pays, or as a probe; and the probes then."""
     pays = gain > cost
     probed = ~pays & (probes.budget >= cost) & (probes.price == 0)
     return pays | probed, Probes(

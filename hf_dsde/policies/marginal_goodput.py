@@ -112,17 +112,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
             exploration=torch.full((), novelty * EXPLORATION, device=device),
             put_aside=novelty * self.probe_share,
         )
-        self._records = batch.records
-        knobs = (self.optimism, self.row_memory, self.probe_share, self.forgetting)
-        key = ("marginal_goodput", *knobs, self._longest, batch.rows, batch.vocabulary_size)
-        self._step = batch.record(self._gain.step_from_logits if self._records else self._gain.step, (*key, "step"))
-        self._end_round = batch.record(self._gain.end_round, (*key, "end"))
-        self._learn_and_end_round = batch.record(self._gain.learn_and_end_round, (*key, "learn"))
         self._begin_round()
-        if self._records:
-            self._rehearse(batch)
-            self._forget(batch, novelty * EXPLORATION)
-            self._begin_round()
 
     def _forget(self, batch: BatchInfo, budget: float) -> None:
         """Know nothing but what is assumed at the start."""
@@ -145,17 +135,6 @@ class MarginalGoodputPolicy(StoppingPolicy):
         )
         self._probes = Probes(budget=scalar(budget), price=scalar(0.0), at=scalar(0.0))
 
-    def _rehearse(self, batch: BatchInfo) -> None:
-        """Have everything recorded, which would make the first rounds look slow to whoever measures them."""
-        active = self._rows.active
-        none, one = torch.zeros_like(active, dtype=torch.int64), self._rows.next_entropy
-        logits = torch.zeros(batch.rows, batch.vocabulary_size, device=batch.device)
-        self.should_stop(DraftStep(0, none, logits, logits, active))
-        for drafted in (none + 1, none):
-            self.observe(
-                RoundOutcome(drafted, none, active, acceptance=one.unsqueeze(1), next_entropy=one, next_probability=one)
-            )
-
     def draft_lengths(self) -> Tensor:
         """The longest draft for every row, or 0 when not even the first token pays, shape `[rows]`, int64."""
         rows = len(self._rows.active)
@@ -165,10 +144,9 @@ class MarginalGoodputPolicy(StoppingPolicy):
         """All rows or none, shape `[rows]`, bool: whether a further token would cost more than it brings."""
         outlook = self._outlook
         length = step.position + 1
-        # What stands in one tensor can be recorded with the rest; where nothing is, signals may be known without it.
-        signals = (step.logits,) if self._records else (step.top_probabilities, step.entropy)
-        stops, features, survival, *probes = self._step(
-            *signals,
+        stops, features, survival, *probes = self._gain.step(
+            step.top_probabilities,
+            step.entropy,
             step.drafting,
             outlook.survival,
             self._cost(length),
@@ -200,9 +178,9 @@ class MarginalGoodputPolicy(StoppingPolicy):
         tensors = (times, self._cost(0), *verified, *self._known.tensors())
         if self._draft:
             lesson = (*self._block(outcome.acceptance), self._outlook.row_logit, self._outlook.first)
-            results = self._learn_and_end_round(*lesson, *tensors)
+            results = self._gain.learn_and_end_round(*lesson, *tensors)
         else:
-            results = self._end_round(*tensors)
+            results = self._gain.end_round(*tensors)
         left = iter(results)
         self._take(self._known.holding(left), Outlook(*left))
 
@@ -212,8 +190,8 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self._begin_round()
 
     def _block(self, acceptance: Tensor) -> tuple[Tensor, Tensor]:
-        """Return labels and features of the round's tokens, of the same shape in every round if that is of use."""
-        width = self._longest if self._records else min(len(self._draft), acceptance.shape[1])
+        """Return labels and features of the round's tokens."""
+        width = min(len(self._draft), acceptance.shape[1])
         labels = torch.nn.functional.pad(acceptance, (0, width - acceptance.shape[1]))
         return labels, padded_block(self._draft, width)
 
@@ -226,7 +204,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self._draft = []
 
     def _cost(self, length: int) -> Tensor:
-        """Plain steps that a token behind `length` drafted ones takes; less than nothing when it is drafted anyway."""
+        """Plain steps that a token after `length` drafted ones takes; less than nothing when it is drafted anyway."""
         forced = self._rounds < self._warmup_rounds and length < min(WARMUP_LENGTH, self._longest)
         return self._anyway if forced else self._table.steps[length]
 

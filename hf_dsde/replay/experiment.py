@@ -34,7 +34,7 @@ TOKENS_PER_ROW = 300
 
 @dataclass(frozen=True)
 class ReplayGrid:
-    """What shall be compared.
+    """What is compared.
 
     Attributes:
         traces: Folders of recorded traces.

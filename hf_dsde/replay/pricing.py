@@ -111,7 +111,7 @@ class RoundPrices:
     Attributes:
         rows: Rows of the batch.
         draft_step: One draft step.
-        overhead: What a round costs besides.
+        overhead: What a round costs in addition.
         verify: A pass of `rows`, `rows + 1`, ... tokens.
         packed: Whether a pass pays for each row's own tokens instead of the longest row's.
     """

@@ -2,7 +2,7 @@
 
 For each position a draft could start from, the run of accepted tokens and the signals of a whole block are laid out
 beforehand. A round of a replay is then a few look-ups, and the one rule that a replay must not break is kept in one
-place: what stands behind a rejected token comes from real drafts that had gone astray (`Tails`), never from the
+place: what stands after a rejected token comes from real drafts that had gone astray (`Tails`), never from the
 committed text, whose values there belong to the next round.
 """
 
@@ -119,7 +119,7 @@ class Realization:
     def _behind_rejections(self) -> tuple[Integers, Integers]:
         """Where a block from each position leaves the committed text, and the tail that follows; both `[positions]`.
 
-        A block leaves it behind its first rejected token, or behind the end of the sequence. The tail hangs on the
+        A block leaves it after its first rejected token, or after the end of the sequence. The tail hangs on the
         rejected token's place, so that every draft that fails there goes the same wrong way.
         """
         if self._off_path is None or self._tail is None:
@@ -137,7 +137,7 @@ class Realization:
 
 
 class JoinedRealization:
-    """Several tables under one seed, one behind the other, for runs whose texts or draft change on the way.
+    """Several tables under one seed, one after another, for runs whose texts or draft change on the way.
 
     Args:
         tables: At least one, all of one temperature.
@@ -146,7 +146,7 @@ class JoinedRealization:
 
     Attributes:
         offsets: Where each table's positions begin, `[tables]`.
-        run, remaining, next_entropy, next_probability: Those of all tables, one behind the other.
+        run, remaining, next_entropy, next_probability: Those of all tables, one after another.
     """
 
     def __init__(self, tables: Sequence[TraceTable], seed: int, max_draft_length: int) -> None:
@@ -193,7 +193,7 @@ def accepted_runs(accepts: Flags, ends: Integers) -> Integers:
 
     Args:
         accepts: Whether a draft token would be accepted, `[positions]`.
-        ends: One behind the last position of each position's sequence, `[positions]`.
+        ends: One after the last position of each position's sequence, `[positions]`.
 
     Returns:
         Shape `[positions]`, int64.
@@ -207,7 +207,7 @@ def accepted_runs(accepts: Flags, ends: Integers) -> Integers:
 def first_off_path(run: Integers, remaining: Integers) -> Integers:
     """Index inside a block of the first token whose prefix is not the committed text, `[positions]`, int64.
 
-    The rejected token itself still has that prefix. Nothing has behind the sequence's end.
+    The rejected token itself still has that prefix. No position after the sequence's end has it.
     """
     return np.minimum(run + 1, remaining)
 
@@ -217,7 +217,7 @@ def chosen_tails(
 ) -> Integers:
     """A tail for each position, from a block that failed as a block from there does.
 
-    How far a draft comes says something about what follows: blocks that fail at once show larger divergences behind
+    How far a draft comes says something about what follows: blocks that fail at once show larger divergences after
     the rejection than those that fail late. So the blocks to choose from are those of the same task that were rejected
     at the same offset; where these are fewer than `ENOUGH_TAILS`, those of the task rejected there or earlier, which
     are no shorter; and where these are too few, those of all tasks.
@@ -239,7 +239,7 @@ def chosen_tails(
     """
     if not tails.longest:
         raise ValueError(
-            f"No drafted block of trace {trace!r} has a rejected token with positions behind it, so it cannot be said "
+            f"No drafted block of trace {trace!r} has a rejected token with positions after it, so it cannot be said "
             "what a draft shows there: record more rounds, or longer blocks."
         )
     chosen = np.zeros(len(tasks), dtype=np.int64)

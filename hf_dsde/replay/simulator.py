@@ -142,7 +142,7 @@ class Replay:
         rows: Rows of the batch, at least 1.
         fill_to_batch: Whether every row drafts as many tokens as the longest asks for.
         prices: What rounds cost. Needed by policies that require costs or timings, ignored by others.
-        record_lengths: Whether the log shall tell the rows apart.
+        record_lengths: Whether the log tells the rows apart.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Replay:
         if needed and prices is None:
             raise ValueError(
                 f"`prices` is None, but the policy {policy.name!r} requires {' and '.join(needed)}: pass the prices of "
-                "the setting it shall be judged by."
+                "the setting it is to be judged by."
             )
         self._policy = policy
         self._ground = ground

@@ -48,7 +48,7 @@ class PolicySpec:
         pairs = [item.partition("=") for item in arguments.split(",")] if colon else []
         if not policy or any(not key or not equals for key, equals, _ in pairs):
             raise ValueError(
-                f"`policy` is {text!r}, but NAME or NAME:ARGUMENT=VALUE,... is needed, with {FILL_SUFFIX} behind it to "
+                f"`policy` is {text!r}, but NAME or NAME:ARGUMENT=VALUE,... is needed, with {FILL_SUFFIX} after it to "
                 "draft as many tokens in every row as in the longest: for example 'dsde:sl_max=8+fill'."
             )
         values = {key.strip(): _value(value.strip()) for key, _, value in pairs}

@@ -1,4 +1,4 @@
-"""Traces as flat arrays: one entry per recorded position, sequences one behind the other.
+"""Traces as flat arrays: one entry per recorded position, sequences one after another.
 
 This file knows what a trace's columns mean. It knows nothing of seeds, policies or costs.
 """
@@ -32,10 +32,10 @@ DIRECT_COLUMNS = {
 
 @dataclass(frozen=True)
 class Tails:
-    """Real drafts behind a rejected token: what a draft looks like once the text has gone another way.
+    """Real drafts after a rejected token: what a draft looks like once the text has gone another way.
 
     Attributes:
-        lengths: Positions behind each block's first rejected token, `[tails]`, at least 1.
+        lengths: Positions after each block's first rejected token, `[tails]`, at least 1.
         tasks: Index into the trace's tasks, `[tails]`.
         signals: By name, `[tails, longest]`, float32; not a number beyond a tail's length.
     """
@@ -63,7 +63,7 @@ class TraceTable:
         starts: Where each sequence begins in the flat arrays, `[sequences]`.
         lengths: Positions of each sequence, `[sequences]`, at least 1.
         columns: By column name, `[positions]`, float32; `draft_agrees` is bool.
-        tails: Drafts behind a first rejected token.
+        tails: Drafts after a first rejected token.
     """
 
     name: str
@@ -215,7 +215,7 @@ def _selected(
 
 
 def _tails(table: pa.Table, temperature: int, names: tuple[str, ...]) -> Tails:
-    """Everything behind the first rejected token of each drafted block, of the named tasks."""
+    """Everything after the first rejected token of each drafted block, of the named tasks."""
     task = np.asarray(table.column("task").to_pylist(), dtype=object)
     keep = (table.column("temperature").to_numpy() == temperature) & np.isin(task, names)
     rows = {key: _column(table, key)[keep] for key in DRAFTED_COLUMNS if key != "task"}

@@ -61,7 +61,7 @@ def residual_draft_probability(target_probs: Tensor, draft_probs: Tensor, draws:
     weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, draft_probs)
     cumulated = weights.cumsum(-1, dtype=torch.float64)
     share = draws.to(cumulated).unsqueeze(-1) * cumulated[:, -1:]
-    # A share that rounding has brought up to the total would point behind the last token of positive weight.
+    # A share that rounding has brought up to the total would point past the last token of positive weight.
     share = torch.minimum(share, torch.nextafter(cumulated[:, -1:], torch.zeros_like(share)))
     chosen = torch.searchsorted(cumulated, share, right=True).clamp_max(weights.shape[-1] - 1)
     return draft_probs.gather(-1, chosen).squeeze(-1)

@@ -24,6 +24,8 @@ from hf_dsde.decoding.loop import SpeculativeLoop
 from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.stopping import Stopping
+from hf_dsde.drafting.model import ModelDrafter
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.integration import validation as refusals
 from hf_dsde.integration.loop_builder import build_loop
 from hf_dsde.measurement import provenance
@@ -73,7 +75,7 @@ class _Settings:
             "static",
             {"num_draft_tokens": self.draft_length},
             max_draft_length=self.draft_length,
-            cost_probe=False,
+            options=RuntimeOptions(cost_probe=False),
         )
 
 
@@ -106,7 +108,7 @@ def record_trace(
         max_new_tokens: Limit of every answer.
         batch_size: Prompts per batch.
         draft_length: Tokens drafted per round.
-        seed: Of the sampling and of the draws of `residual_draft_probability`; each batch starts from it anew, offset
+        seed: Of the sampling and of the draws of `residual_draft_probability`; each batch starts from it again, offset
             by its first sequence, so that what a batch brings does not depend on the batches before it.
         tokens: Whether token ids are written.
         mantissa_bits: How precisely the float columns are stored; see `hf_dsde.trace.writer.round_mantissa`.
@@ -128,7 +130,7 @@ def record_trace(
     )
     check_integer("batch_size", batch_size, 1)
     temperatures = _check_temperatures(temperatures)
-    refusals.check_models(pair.target, pair.draft, settings.speculation.packed_attention)
+    refusals.check_models(pair.target, pair.draft, settings.speculation.options.packed_attention)
     writer = TraceWriter(Path(folder), tokens=check_flag("tokens", tokens), mantissa_bits=mantissa_bits)
     batches = list(_batches(pair, prompts, temperatures, batch_size))
     _check_contexts(pair, batches, max_new_tokens)
@@ -161,7 +163,7 @@ def _record_batch(pair: Pair, batch: _Batch, settings: _Settings, writer: TraceW
     notes = RoundNotes(len(batch.prompts), policy, draws)
     texts = _generate(pair, batch, settings, policy, RoundRecording(notes=notes))
     _write(writer, DRAFTED, batch, notes.columns())
-    _write(writer, COMMITTED, batch, _committed(pair, texts, settings.speculation, draws))
+    _write(writer, COMMITTED, batch, _committed(pair, texts, settings.speculation.options, draws))
 
 
 def _generate(
@@ -181,7 +183,7 @@ def _generate(
     loop = build_loop(
         SpeculativeLoop,
         pair.target,
-        pair.draft,
+        ModelDrafter(pair.draft),
         sequences,
         capacity=capacity,
         policy=policy,
@@ -213,11 +215,11 @@ def _criteria(pair: Pair, input_ids: Tensor, max_new_tokens: int) -> StoppingCri
 
 
 def _committed(
-    pair: Pair, texts: Sequence[Text], config: SpeculationConfig, draws: torch.Generator | None
+    pair: Pair, texts: Sequence[Text], options: RuntimeOptions, draws: torch.Generator | None
 ) -> dict[str, np.ndarray]:
     """Columns of the table `committed`, `sequence` being the row of the batch."""
     parts = []
-    for chunk in score_answers(pair.target, pair.draft, texts, config):
+    for chunk in score_answers(pair.target, pair.draft, texts, options):
         uniform = None if draws is None else torch.rand(len(chunk.row), generator=draws)
         scalars = position_signals(chunk.target_logits, chunk.draft_logits, chunk.tokens, uniform)
         parts.append({"sequence": chunk.row, "position": chunk.position, "token": chunk.tokens, **scalars})

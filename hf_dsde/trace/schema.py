@@ -23,7 +23,7 @@ DRAFTED = "drafted"
 TABLES = (COMMITTED, DRAFTED)
 
 TOKEN_COLUMNS = ("token", "target_argmax", "draft_argmax")
-"""Token ids; a trace that shall hold no text leaves them out."""
+"""Token ids; a trace that is to hold no text leaves them out."""
 AGREEMENT_COLUMNS = ("target_agrees", "draft_agrees")
 SIGNAL_COLUMNS = (
     "target_probability",

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.model import UNKNOWN_TOKEN_LOGIT
 from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 
@@ -63,7 +63,7 @@ class ScoredChunk:
 
 
 def score_answers(
-    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text], config: SpeculationConfig
+    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text], options: RuntimeOptions
 ) -> Iterator[ScoredChunk]:
     """Run both models over the texts; every position of every answer comes exactly once.
 
@@ -71,7 +71,7 @@ def score_answers(
         target: The target.
         draft: The draft, over the same vocabulary but for padding.
         texts: At least one.
-        config: Attention settings and buckets.
+        options: How passes are run.
 
     Yields:
         Chunks on the target's device, ordered by position within a text; texts advance together.
@@ -82,11 +82,11 @@ def score_answers(
     tokens = pad_sequence([text.tokens.to(device) for text in texts], batch_first=True)
     longest = max(text.answer_length for text in texts)
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    scorers = [_Scorer(model, tokens, prompts, vocabulary, config) for model in (target, draft)]
+    scorers = [_Scorer(model, tokens, prompts, vocabulary, options) for model in (target, draft)]
     width = max(1, POSITIONS_AT_ONCE // len(texts))
     for first in range(0, longest, width):
         index = torch.arange(first, min(first + width, longest), device=device)
-        # The token at a place is decided by the logits behind the one before it.
+        # The token at a place is decided by the logits after the one before it.
         slots = prompts[:, None] - 1 + index
         real = slots + 1 < lengths[:, None]
         row, column = real.nonzero(as_tuple=True)
@@ -99,14 +99,14 @@ class _Scorer:
     """One model with the prompts in its cache."""
 
     def __init__(
-        self, model: PreTrainedModel, tokens: Tensor, prompts: Tensor, vocabulary: int, config: SpeculationConfig
+        self, model: PreTrainedModel, tokens: Tensor, prompts: Tensor, vocabulary: int, options: RuntimeOptions
     ) -> None:
         self._vocabulary = vocabulary
         last_id = model.config.get_text_config(decoder=True).vocab_size - 1
         # Ids that only the target has are fed as the draft's last one, as in drafting.
         self._tokens = tokens.to(model.device).clamp_max(last_id)
         self._device = tokens.device
-        self._runner = EagerRunner(model, tokens.shape[0], tokens.shape[1], config)
+        self._runner = EagerRunner(model, tokens.shape[0], tokens.shape[1], options)
         with self._runner.active():
             spans = [Span(row, 0, length - 1) for row, length in enumerate(prompts.tolist())]
             self._runner.store(spans, torch.cat([self._tokens[span.row, : span.count] for span in spans]))

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from tiny_calls import config_of
 from tiny_models import AGREEMENT, EOS, FAMILIES, VOCABULARY, noisy_copy, tiny_model
 from tiny_text import tiny_tokenizer
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteriaList,
     WatermarkingConfig,
 )
@@ -31,8 +31,10 @@ from hf_dsde.batch.preparation import Preparation
 from hf_dsde.batch.refill_loop import FinishedText
 from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.results import END_TOKEN, LENGTH, STOP
+from hf_dsde.drafting import model as drafting_model
 from hf_dsde.integration import loop_builder
 from hf_dsde.integration.generation import Speculation
+from hf_dsde.utils import tuning
 
 TOKENIZER = tiny_tokenizer()
 
@@ -155,14 +157,14 @@ def test_recorded_passes_store_long_prompts_in_several(
     recording: list[NotingCapture],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hf_dsde.execution.graph_runner.STORED_SIZES", (4, 8))
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, stored_sizes=(4, 8)))
     pair = Pair.of()
     check(pair, pair.engine(SpeculationConfig("static", runner="graph"), rows=2), MIXED[:5])
 
 
 def test_prompts_are_stored_in_chunks() -> None:
     pair = Pair.of()
-    check(pair, pair.engine("static", rows=3, config=SpeculationConfig(prefill_chunk=4, view_bucket=8)), MIXED)
+    check(pair, pair.engine("static", rows=3, config=config_of(prefill_chunk=4, view_bucket=8)), MIXED)
 
 
 @pytest.mark.parametrize(
@@ -305,20 +307,15 @@ class Caches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Any] = []
-        make, draft = loop_builder.create_runner, loop_builder.ModelDrafter
+        make = loop_builder.create_runner
 
         def create_runner(*arguments: Any) -> Any:
             runner = make(*arguments)
             self.made.append((runner.model, runner.rows, runner.cache))
             return runner
 
-        def make_drafter(model: PreTrainedModel, sequences: Any, **arguments: Any) -> Any:
-            drafter = draft(model, sequences, **arguments)
-            self.made.append((model, sequences.rows, drafter.cache))
-            return drafter
-
-        monkeypatch.setattr(loop_builder, "create_runner", create_runner)
-        monkeypatch.setattr(loop_builder, "ModelDrafter", make_drafter)
+        for module in (loop_builder, drafting_model):
+            monkeypatch.setattr(module, "create_runner", create_runner)
 
     def bytes(self) -> list[int]:
         """Bytes of each pair of caches, by their tensors."""
@@ -332,7 +329,7 @@ class Caches:
 def test_caches_stay_within_the_budget_and_long_rows_wait_for_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair.of()
     caches = Caches(monkeypatch)
-    config = SpeculationConfig("static", view_bucket=1, max_draft_length=6)
+    config = config_of(policy="static", view_bucket=1, max_draft_length=6)
     per_slot = CacheBudget((pair.target, pair.draft), (None, None)).slot_bytes(0)
     budget = per_slot * 4 * (30 + 30 + 6)
     engine = pair.engine(config, rows=4, budget=budget)
@@ -344,7 +341,7 @@ def test_caches_stay_within_the_budget_and_long_rows_wait_for_a_smaller_batch(mo
 
 def test_a_row_that_fits_no_budget_is_an_error_and_its_neighbours_are_not() -> None:
     pair = Pair.of()
-    config = SpeculationConfig("static", view_bucket=1, max_draft_length=6)
+    config = config_of(policy="static", view_bucket=1, max_draft_length=6)
     per_slot = CacheBudget((pair.target, pair.draft), (None, None)).slot_bytes(0)
     engine = pair.engine(config, rows=2, budget=per_slot * 60)
     results = list(engine.texts(MIXED))

@@ -30,6 +30,7 @@ from hf_dsde.batch.fingerprint import (
 )
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import CostModel
+from hf_dsde.execution.options import RuntimeOptions
 
 COSTS = CostModel.relative(0.05, [1.0, 1.02, 1.04]).to_dict()
 
@@ -88,9 +89,15 @@ def test_defaults_that_the_model_brings_count(target):
     assert _identity(other) == before
 
 
-def test_every_field_of_the_speculation_config_but_costs_is_part_of_the_identity(target):
+def test_every_field_of_the_speculation_config_but_costs_and_options_is_part_of_the_identity(target):
     kept = _identity(target)["speculation"]
-    assert set(kept) == {f.name for f in fields(SpeculationConfig)} - {"costs"}
+    assert set(kept) == {f.name for f in fields(SpeculationConfig)} - {"costs", "options"}
+
+
+def test_a_job_may_go_on_with_other_options(target):
+    options = RuntimeOptions(prefill_chunk=64, keep_memory=False, max_graphs=8)
+    changed = _identity(target, speculation_config=SpeculationConfig(options=options))
+    assert fingerprint(changed) == fingerprint(_identity(target))
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_rows_are_ended_by_stop_strings_and_handed_out_without_waiting(monkeypat
         assert string in tokenizer.decode(text[-2:])
     with noted_waits(monkeypatch) as waits:
         assert [result.token_ids for result in made.stream(asked, ordered=True)] == expected
-    assert waits["transfers.py::wait"] > 0
+    assert waits["utils/transfers.py::wait"] > 0
     deciding = {
         place for place in waits if "stopping.py" in place or "stop_strings.py" in place or "_hand_out" in place
     }

@@ -90,10 +90,10 @@ def test_memory_that_runs_out_while_a_row_is_refilled_loses_neither_text_nor_pro
 def test_memory_that_runs_out_before_there_are_caches_halves_the_batch(undisturbed, monkeypatch):
     create = loop_builder.create_runner
 
-    def failing(model, rows, capacity, config):
+    def failing(model, rows, *arguments):
         if rows > 2:
             raise out_of_memory()
-        return create(model, rows, capacity, config)
+        return create(model, rows, *arguments)
 
     monkeypatch.setattr(loop_builder, "create_runner", failing)
     made = generator(batch_size=16)

@@ -10,10 +10,10 @@ from tiny_pair import PROMPTS, tiny_pair
 
 from hf_dsde.bench import baselines
 from hf_dsde.bench.baselines import BASELINES, forget_static_cache, parse_baseline
-from hf_dsde.bench.methods import Answer, PolicyMethod, Request, pad_token, parse_policy
-from hf_dsde.bench.peer_methods import PeerMethod
+from hf_dsde.bench.methods import PolicyMethod, Request, pad_token, parse_policy
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding import cost_measurement
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.integration.hooks import enable
 from hf_dsde.pairs import encode
 
@@ -146,8 +146,10 @@ def test_a_base_configuration_keeps_the_arguments_of_its_own_policy():
     base = SpeculationConfig("static", {"num_draft_tokens": 7}, max_draft_length=9)
     assert parse_policy("static", base).config.policy_arguments == {"num_draft_tokens": 7}
     assert parse_policy("static:2", base).config.policy_arguments == {"num_draft_tokens": 2}
+    base = base.replace(options=RuntimeOptions(view_bucket=8))
     other = parse_policy("dsde", base, cost_probe=False).config
-    assert (other.policy_arguments, other.max_draft_length, other.cost_probe) == ({}, 9, False)
+    assert other.options == RuntimeOptions(view_bucket=8, cost_probe=False)
+    assert (other.policy_arguments, other.max_draft_length, other.options.cost_probe) == ({}, 9, False)
 
 
 @pytest.mark.parametrize("text", ["", "dsde@", "static:x", "nothing", "dsde:nothing=1", "dsde@nowhere"])
@@ -177,60 +179,8 @@ def test_zero_drafts_are_plain_decoding(ending_pair):
     assert summary["acceptance_rate"] is None
 
 
-class StubPeer:
-    """A peer that repeats its prompt's last token and reports two rounds."""
-
-    def __init__(self):
-        self.closed = 0
-
-    def refusal(self, batch, temperature):
-        return None if batch == 1 else "one row only"
-
-    def __call__(self, pair, inputs, request):
-        tokens = inputs["input_ids"][:, -1:].expand(-1, request.new_tokens)
-        statistics = {
-            "emitted": tokens.numel(),
-            "drafted_by_position": [2, 1],
-            "accepted_by_position": [1, 0],
-            "acceptance_rate": 1 / 3,
-            "mean_draft_length": 1.5,
-            "tokens_per_round": 1.5,
-            "settings": {"package": "stub"},
-        }
-        return Answer(torch.cat([inputs["input_ids"], tokens], 1), statistics)
-
-    def close(self):
-        self.closed += 1
-
-
-def test_peers_are_found_by_name_and_keep_their_contract(monkeypatch):
-    stub = StubPeer()
-    monkeypatch.setattr(baselines, "PEERS", {"stub": stub})
-    method = parse_baseline("stub")
-    assert isinstance(method, PeerMethod)
-    assert method.kind == "peer"
-    assert method.refusal(2, 0.0) == "one row only"
-    result, ids = answer(method, tiny_pair(), Request(5))
-    assert ids.shape == (1, 5)
-    assert method.settings == {"package": "stub"}
-    summary = method.summarise([result, result], 1.0)
-    assert summary["emitted"] == 10
-    assert summary["drafted_by_position"] == [4, 2]
-    assert summary["acceptance_rate"] == pytest.approx(1 / 3)
-    assert summary["acceptance_by_position"] == [0.5, 0.0]
-    assert summary["tokens_per_round"] == 1.5
-    method.close()
-    assert stub.closed == 1
-
-
-def test_a_peer_that_tells_nothing_has_no_statistics():
-    assert PeerMethod("x", StubPeer()).summarise([Answer(torch.zeros(1, 1))], 1.0) is None
-
-
 def test_unknown_baselines_are_refused_with_the_known_ones():
-    with pytest.raises(
-        ValueError, match=r"'beam', but one of 'generate', 'generate_static', .*'economize', .*'flashspec'"
-    ):
+    with pytest.raises(ValueError, match=r"'beam', but one of 'generate', 'generate_static'"):
         parse_baseline("beam")
     assert set(baselines.BASELINES) == {"generate", "generate_static", "assisted", "prompt_lookup"}
 

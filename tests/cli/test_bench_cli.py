@@ -16,6 +16,7 @@ from hf_dsde.bench import provenance, workloads
 from hf_dsde.bench.results import BenchResults
 from hf_dsde.cli import main as cli
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.trace.prompts import Prompt
 
 pytestmark = pytest.mark.slow
@@ -128,14 +129,15 @@ def test_every_runner_is_tried_with_every_policy_that_names_none(bench, tmp_path
     results = BenchResults.load(tmp_path / "results.json")
     assert results.methods() == ["generate", "static:1@eager", "dsde@eager"]
     assert results.cases[1].settings["cost_probe"] is False
+    assert results.cases[1].settings["prefill_chunk"] == RuntimeOptions().prefill_chunk
     assert results.cases[1].settings["runner"] == "eager"
 
 
 def test_a_saved_configuration_is_the_base_of_policies(bench, tmp_path):
-    SpeculationConfig("static", {"num_draft_tokens": 3}, view_bucket=32).save_pretrained(tmp_path / "tuned")
+    SpeculationConfig("static", {"num_draft_tokens": 3}, max_draft_length=9).save_pretrained(tmp_path / "tuned")
     assert bench("--policy", "static", "--config", str(tmp_path / "tuned")).exit_code == 0
     settings = BenchResults.load(tmp_path / "results.json").cases[1].settings
-    assert (settings["policy_arguments"], settings["view_bucket"]) == ({"num_draft_tokens": 3}, 32)
+    assert (settings["policy_arguments"], settings["max_draft_length"]) == ({"num_draft_tokens": 3}, 9)
 
 
 def test_models_may_be_named(bench, tmp_path, tiny):

@@ -127,7 +127,7 @@ class Texts:
         self.sequences.append(after[:, :LIMIT], self.generated)
         self.sequences.synchronise(self.generated.tolist(), after[:, :LIMIT])
         drafts = [row[count : count + WIDTH] for row, count in zip(after, self.generated.tolist(), strict=True)]
-        self.sequences.write_behind(torch.stack(drafts))
+        self.sequences.write_drafts(torch.stack(drafts))
         scores = 3 * torch.randn(ROWS, WIDTH, VOCABULARY, generator=numbers, dtype=torch.float64)
         scores[1:3] = scores[1:3].round()  # ties
         excluded = torch.rand(scores.shape, generator=numbers) < 0.15
@@ -234,7 +234,7 @@ def test_tokens_that_follow_a_column_are_not_in_front_of_it(alone: bool) -> None
     """A text of one token, and a draft that makes it the beginning of what is matched."""
     ids = torch.tensor([[7], [7]])
     sequences = SequenceBatch(ids, torch.ones_like(ids), max_new_tokens=4, scratch=4, pad_token=PAD)
-    sequences.write_behind(torch.tensor([[8, 9], [8, 8]]))
+    sequences.write_drafts(torch.tensor([[8, 9], [8, 8]]))
     scores = torch.zeros(2, 3, VOCABULARY)
     for processor in (
         lp.SequenceBiasLogitsProcessor(bias_of(([7, 8, 4], 2.0))),

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from recorded import NotingCapture, recording  # noqa: F401 - a fixture
 from tiny_models import PAD, VOCABULARY, ragged_batch, tiny_model
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 
@@ -58,7 +58,7 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
     block = torch.full((3, int(left.max())), 9)
     sequences.append(block, left)
     sequences.synchronise(sequences.generated.tolist(), block)
-    sequences.write_behind(torch.full((3, 3), 8))
+    sequences.write_drafts(torch.full((3, 3), 8))
     tokens, positions = sequences.tail(40)
     for row, expected in enumerate(texts):
         assert tokens[row][positions[row] >= 0].tolist() == expected + [9] * int(left[row])
@@ -70,7 +70,7 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
 @pytest.mark.parametrize("kind", ["eager", "graph"])
 def test_the_next_pass_sees_the_new_text(recording: list[NotingCapture], family: str, kind: str) -> None:  # noqa: F811
     model = tiny_model(family)
-    runner = create_runner(model, 3, 16, SpeculationConfig(runner=kind, view_bucket=4, prefill_chunk=5))
+    runner = create_runner(model, 3, 16, RuntimeOptions(view_bucket=4, prefill_chunk=5), kind)
     first, second = batch(LENGTHS), ragged_batch([13, 1], seed=4)["input_ids"]
     others = [second[0].tolist(), second[1, -1:].tolist()]
     with runner.active(), torch.no_grad():

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from tiny_calls import QUIET, config_of
 from tiny_models import AGREEMENT, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.config import SpeculationConfig
-from hf_dsde.decoding.drafter import CandidateBatch
+from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.run_ahead import RunAhead
-from hf_dsde.drafting.stop_flag import StopFlag
+from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
 
@@ -76,7 +76,7 @@ def generate(
         **{"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **call},
         assistant_model=noisy_copy(target, noise),
         speculation_policy=policy,
-        speculation_config=SpeculationConfig(runner=runner, cost_probe=False),
+        speculation_config=config_of(QUIET, runner=runner),
         return_dict_in_generate=True,
     )
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from recorded import recording  # noqa: F401 - a fixture
+from tiny_calls import QUIET, config_of
 from tiny_models import AGREEMENT, EOS, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import LiveCosts
 from hf_dsde.decoding import loop, run_ahead
 from hf_dsde.decoding.plan import RoundPlan, next_plan
@@ -20,6 +21,7 @@ from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.spans import Span
 from hf_dsde.measurement.statistics import RoundCounts
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StaticPolicy, StoppingPolicy
+from hf_dsde.utils import tuning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
@@ -79,7 +81,7 @@ def generate(
         **{"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, **call},
         assistant_model=noisy_copy(target, noise) if draft is None else draft,
         speculation_policy=policy,
-        speculation_config=SpeculationConfig(runner=runner, cost_probe=False),
+        speculation_config=config_of(QUIET, runner=runner),
         return_dict_in_generate=True,
     )
 
@@ -167,8 +169,7 @@ def test_a_draft_that_has_missed_much_knows_all_of_it_when_it_drafts(
 ) -> None:
     """Drafting with the target itself, every token is accepted, unless one was missed or stored in a wrong place."""
     stored = stores(monkeypatch)
-    monkeypatch.setattr("hf_dsde.execution.graph_runner.STORED_SIZES", (8, 16))
-    monkeypatch.setattr("hf_dsde.drafting.model.WIDE_PASS_TOKENS", tokens)
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, stored_sizes=(8, 16), wide_pass_tokens=tokens))
     script: list[list[int]] = []
     for gap, lengths in ((12, [2, 0, 0, 1, 0]), (1, [1, 1, 0, 2, 0]), (9, [0, 0, 3, 0, 0]), (14, [1, 2, 3, 4, 5])):
         script += [*[[0] * ROWS] * gap, lengths, [2] * ROWS if gap == 9 else lengths]
@@ -218,7 +219,7 @@ def test_only_rows_that_draft_are_read_by_the_draft(begun: list[int], monkeypatc
 
 
 def test_only_rows_that_draft_take_in_what_they_have_missed(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_dsde.drafting.model.WIDE_PASS_TOKENS", 0)
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, wide_pass_tokens=0))
     stored = stores(monkeypatch)
     script = [[1] * ROWS, *[[0] * ROWS] * 12, [0, 1, 0, 2, 0], [0] * ROWS]
     generate(tiny_model(), HeardScript(script), new_tokens=20, eos_token_id=None)

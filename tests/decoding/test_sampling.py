@@ -129,7 +129,7 @@ class RaggedState:
         self.sequences = SequenceBatch(**self.inputs, max_new_tokens=NEW_TOKENS, scratch=WIDTH + 1, pad_token=PAD)
         self.sequences.append(behind[:, :NEW_TOKENS], torch.tensor(self.generated))
         self.sequences.synchronise(self.generated, behind[:, :NEW_TOKENS])
-        self.sequences.write_behind(
+        self.sequences.write_drafts(
             torch.stack([row[count : count + WIDTH] for row, count in zip(behind, self.generated, strict=True)])
         )
         self.counts = torch.randint(0, WIDTH + 1, (ROWS,), generator=generator).tolist()

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from plain_processors import plain_processors
+from sampled_law import PROMPT_MASK, PROMPTS, exact_law, pearson, toy_model
 from scipy import stats
-from tiny_models import noisy_copy, tiny_model
+from tiny_calls import config_of
+from tiny_models import noisy_copy
 from tiny_policies import RandomLengths
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import hf_dsde
 from hf_dsde.decoding import verification
-from hf_dsde.decoding.drafter import CandidateBatch
+from hf_dsde.decoding.candidates import CandidateBatch, Sampled
 from hf_dsde.decoding.processing.block_text import BlockText
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.policies import (
@@ -40,80 +40,11 @@ RIGHT, WRONG = 1e-4, 1e-6
 """A right decoder's p-value lies above the first, a wrong one's below the second. Seeds are fixed, so that a test
 always passes or always fails."""
 ROWS = 4096
-PAD = 0
-PROMPTS = torch.tensor([[PAD, 3, 1], [1, 1, 3]])
-"""Of lengths 2 and 3: rows of one batch follow different laws."""
-PROMPT_MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
-CONFIG = hf_dsde.SpeculationConfig(view_bucket=8, max_draft_length=2)
+CONFIG = config_of(view_bucket=8, max_draft_length=2)
 """Drafts end well inside the tokens that are looked at: what follows a fully accepted draft has to be seen as well."""
 
 
-def toy_model(vocabulary: int, seed: int = 0) -> PreTrainedModel:
-    """A target of a few tokens with a lively, context-dependent distribution."""
-    model = tiny_model(
-        "llama",
-        seed=seed,
-        vocab_size=vocabulary,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        pad_token_id=PAD,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return hf_dsde.enable(model.float())
-
-
 TARGET, DRAFT = toy_model(5), noisy_copy(toy_model(5), 0.5)
-
-
-def exact_law(target: PreTrainedModel, prompt: int, depth: int, options: dict[str, Any]) -> Tensor:
-    """The law of the first `depth` tokens behind a prompt.
-
-    Returns:
-        `[vocabulary ** depth]`, float64; the first token is the most significant digit of the index.
-    """
-    vocabulary = target.config.vocab_size
-    texts, law = PROMPTS[prompt][None], torch.ones(1, dtype=torch.float64)
-    ended = torch.zeros(1, dtype=torch.bool)
-    eos = options.get("eos_token_id")
-    for _ in range(depth):
-        mask = torch.nn.functional.pad(
-            PROMPT_MASK[prompt].expand(len(texts), -1), (0, texts.shape[1] - PROMPTS.shape[1]), value=1
-        )
-        prompts, prompt_masks = (part[prompt].expand(len(texts), -1) for part in (PROMPTS, PROMPT_MASK))
-        processors = plain_processors(target, prompts, prompt_masks, **options)
-        with torch.no_grad():
-            positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
-            logits = target(input_ids=texts, attention_mask=mask, position_ids=positions).logits[:, -1].float()
-        probs = processors(texts, logits).double().softmax(dim=-1)
-        probs[ended] = torch.nn.functional.one_hot(torch.tensor(PAD), vocabulary).double()
-        law = (law[:, None] * probs).flatten()
-        tokens = torch.arange(vocabulary).repeat(len(texts))
-        texts = torch.cat([texts.repeat_interleave(vocabulary, dim=0), tokens[:, None]], dim=1)
-        ended = ended.repeat_interleave(vocabulary) | (False if eos is None else tokens == eos)
-    return law
-
-
-def pearson(observed: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom; rare outcomes are put together until they can be judged."""
-    if bool((observed[expected == 0] > 0).any()):
-        return float("inf"), 1
-    order = expected.argsort(descending=True)
-    statistic, bins = 0.0, 0
-    seen = wanted = 0.0
-    for count, mass in zip(observed[order].tolist(), expected[order].tolist(), strict=True):
-        seen, wanted = seen + count, wanted + mass
-        if wanted >= 5:
-            statistic, bins = statistic + (seen - wanted) ** 2 / wanted, bins + 1
-            seen = wanted = 0.0
-    if wanted > 1e-3:  # what is left is judged with less than the usual mass, but never left out
-        statistic, bins = statistic + (seen - wanted) ** 2 / max(wanted, 1.0), bins + 1
-    return statistic, bins - 1
 
 
 def p_value(
@@ -220,12 +151,12 @@ Propose = Callable[..., CandidateBatch]
 
 
 def mutate_drafter(monkeypatch: pytest.MonkeyPatch, change: Callable[[CandidateBatch], CandidateBatch]) -> None:
-    original: Propose = ModelDrafter.propose
+    original: Propose = ModelDrafter.get_candidates
 
-    def propose(self: ModelDrafter, *arguments: Any) -> CandidateBatch:
+    def get_candidates(self: ModelDrafter, *arguments: Any) -> CandidateBatch:
         return change(original(self, *arguments))
 
-    monkeypatch.setattr(ModelDrafter, "propose", propose)
+    monkeypatch.setattr(ModelDrafter, "get_candidates", get_candidates)
 
 
 class StopAfterUnsure(StoppingPolicy):
@@ -249,8 +180,8 @@ def drop_an_unsure_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exclusive stop: the token that made the policy stop is not submitted."""
 
     def change(candidates: CandidateBatch) -> CandidateBatch:
-        assert candidates.probs is not None
-        q = candidates.probs.gather(2, candidates.tokens[:, :, None])[:, :, 0]
+        assert isinstance(candidates.law, Sampled)
+        q = candidates.law.probs.gather(2, candidates.tokens[:, :, None])[:, :, 0]
         last = q.gather(1, (candidates.lengths - 1).clamp_min(0)[:, None])[:, 0]
         dropped = (candidates.lengths > 0) & (last < StopAfterUnsure.threshold)
         return replace(candidates, lengths=candidates.lengths - dropped.long())
@@ -263,7 +194,7 @@ def verify_against_raw_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> N
 
     def change(candidates: CandidateBatch) -> CandidateBatch:
         assert candidates.logits is not None
-        return replace(candidates, probs=candidates.logits.softmax(dim=-1))
+        return replace(candidates, law=Sampled(candidates.logits.softmax(dim=-1)))
 
     mutate_drafter(monkeypatch, change)
 

@@ -113,7 +113,7 @@ def test_prompts_of_very_different_length() -> None:
 def test_prefix_is_what_plain_generate_would_show(model: ListModel, data: st.DataObject) -> None:
     """Drafts written behind a row's text are part of the prefix; rows that lack tokens are shown more padding."""
     drafts = data.draw(st.lists(st.integers(71, 95), min_size=1, max_size=SCRATCH))
-    model.batch.write_behind(torch.tensor([drafts] * len(model.rows)))
+    model.batch.write_drafts(torch.tensor([drafts] * len(model.rows)))
     length = data.draw(st.integers(0, max(len(new) for new in model.generated) + len(drafts)))
     missing = [length - len(new) for new in model.generated]
     holds = [0 <= count <= len(drafts) for count in missing]
@@ -146,7 +146,7 @@ def test_text_is_padded_on_both_sides(model: ListModel, data: st.DataObject) -> 
 def test_drafts_are_not_part_of_the_text(model: ListModel, offset: int) -> None:
     lengths = [len(new) for new in model.generated]
     before = model.batch.text(lengths, MAX_NEW_TOKENS)
-    model.batch.write_behind(torch.full((len(lengths), 3), 88), offset=offset)
+    model.batch.write_drafts(torch.full((len(lengths), 3), 88), offset=offset)
     assert torch.equal(model.batch.text(lengths, MAX_NEW_TOKENS), before)
     for row, text in enumerate(model.rows):
         assert model.batch.tail(1)[0][row].tolist() == text[-1:]

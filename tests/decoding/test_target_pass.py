@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import recording  # noqa: F401 - a fixture
+from tiny_calls import config_of
 from tiny_models import noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 
 import hf_dsde
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.decoding import target_pass
 from hf_dsde.decoding.target_pass import FREE_TOKENS, LEAST_SAVING, VerificationPass
@@ -218,7 +218,7 @@ class TestCalls:
             do_sample=False,
             assistant_model=noisy_copy(target, 0.0),
             speculation_policy=policy,
-            speculation_config=SpeculationConfig(runner="graph", drop_finished_rows=False),
+            speculation_config=config_of(runner="graph", drop_finished_rows=False),
             return_dict_in_generate=True,
         )
         assert torch.equal(output.sequences, plain)

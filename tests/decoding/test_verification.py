@@ -13,7 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from hf_dsde.decoding.verification import draw, greedy, leading_run, residual_distribution, speculative_sampling
+from hf_dsde.decoding import verification
+from hf_dsde.decoding.candidates import CandidateBatch, Sampled
+from hf_dsde.decoding.verification import (
+    VerifiedBlock,
+    draw,
+    greedy,
+    leading_run,
+    residual_distribution,
+    sample_and_match,
+    speculative_sampling,
+    verify,
+)
 
 DRAWS = 20_000
 P_VALUE = 1e-4
@@ -56,7 +67,19 @@ def p_value(observed: dict[Outcome, int], law: dict[Outcome, float]) -> float:
     return float(stats.chi2.sf(statistic, max(len(counts) - 1, 1)))
 
 
-def draw_outcomes(target: Table, draft: Table, tokens: Sequence[int], padding: int = 0) -> dict[Outcome, int]:
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], VerifiedBlock]
+
+
+def matching(
+    target_probs: torch.Tensor, draft_probs: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor
+) -> VerifiedBlock:
+    """The rule for tokens of any origin, which is shown no distribution of theirs."""
+    return verification.sample_and_match(target_probs, tokens, lengths)
+
+
+def draw_outcomes(
+    target: Table, draft: Table, tokens: Sequence[int], padding: int = 0, rule: Rule = speculative_sampling
+) -> dict[Outcome, int]:
     """Outcomes of many rows with the same tables; `padding` columns of nonsense follow the draft."""
     width, vocabulary = len(tokens) + padding, len(target[0])
     target_probs = torch.full((DRAWS, width + 1, vocabulary), torch.nan)
@@ -68,7 +91,7 @@ def draw_outcomes(target: Table, draft: Table, tokens: Sequence[int], padding: i
         draft_tokens[:, : len(tokens)] = torch.tensor(tokens)
     lengths = torch.full((DRAWS,), len(tokens))
     torch.manual_seed(0)
-    verdict = speculative_sampling(target_probs, draft_probs, draft_tokens, lengths)
+    verdict = rule(target_probs, draft_probs, draft_tokens, lengths)
     observed: dict[Outcome, int] = defaultdict(int)
     for outcome in zip(verdict.accepted.tolist(), verdict.next_tokens.tolist(), strict=True):
         observed[outcome] += 1
@@ -85,6 +108,49 @@ def test_outcomes_for_given_draft_tokens_follow_the_exact_law(tokens: list[int],
     law = exact_law(TARGET, DRAFT, tokens)
     assert sum(law.values()) == pytest.approx(1.0)
     assert p_value(draw_outcomes(TARGET, DRAFT, tokens, padding), law) > P_VALUE
+
+
+def certain(tokens: Sequence[int]) -> Table:
+    """The law of a draft that is certain to propose these tokens."""
+    return [[float(token == other) for other in range(len(TARGET[0]))] for token in tokens]
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("tokens", [[], [1], [3], [0, 2], [1, 0, 0], [2, 1, 3], [1, 2, 0]], ids=str)
+def test_tokens_of_any_origin_are_judged_as_if_they_were_certain_to_be_drafted(tokens: list[int], padding: int) -> None:
+    law = exact_law(TARGET, certain(tokens), tokens)
+    assert p_value(draw_outcomes(TARGET, DRAFT, tokens, padding, matching), law) > P_VALUE
+
+
+def accept_the_likely(target_probs: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> VerifiedBlock:
+    """Mutant: compares with the target's best token, and draws only what follows."""
+    accepted = leading_run(tokens == target_probs[:, :-1].argmax(-1), lengths)
+    return VerifiedBlock(accepted, draw(target_probs[torch.arange(len(tokens)), accepted]))
+
+
+def draw_again(target_probs: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> VerifiedBlock:
+    """Mutant: replaces a token that was not drawn by another draw, which may be that very token."""
+    accepted = sample_and_match(target_probs, tokens, lengths).accepted
+    return VerifiedBlock(accepted, draw(target_probs[torch.arange(len(tokens)), accepted]))
+
+
+@pytest.mark.parametrize("mutant", [accept_the_likely, draw_again])
+def test_wrong_rules_for_tokens_of_any_origin_are_noticed(mutant: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "sample_and_match", mutant)
+    tokens = [1, 2, 0]
+    law = exact_law(TARGET, certain(tokens), tokens)
+    assert p_value(draw_outcomes(TARGET, DRAFT, tokens, 0, matching), law) < P_VALUE / 100
+
+
+def test_the_rule_follows_from_the_law_and_from_whether_text_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for name in ("greedy", "speculative_sampling", "sample_and_match"):
+        monkeypatch.setattr(verification, name, lambda *_, name=name: called.append(name))
+    scores, tokens, lengths = torch.zeros(2, 3, 4), torch.zeros(2, 2, dtype=torch.long), torch.tensor([2, 1])
+    for law in ({}, {"law": Sampled(torch.full((2, 2, 4), 0.25))}):
+        for do_sample in (False, True):
+            verify(scores, CandidateBatch(tokens, lengths, **law), do_sample=do_sample)
+    assert called == ["greedy", "sample_and_match", "greedy", "speculative_sampling"]
 
 
 def test_first_token_follows_the_target_whatever_the_draft_is() -> None:

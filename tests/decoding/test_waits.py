@@ -16,8 +16,8 @@ import hf_dsde
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
-EACH_ROUND = "transfers.py::wait"
-SETTING_UP = {"sequences.py::__init__", "loop.py::_begin"}
+EACH_ROUND = "utils/transfers.py::wait"
+SETTING_UP = {"decoding/sequences.py::__init__", "decoding/loop.py::_begin"}
 """Where a call may look once or twice, however long its text gets."""
 
 

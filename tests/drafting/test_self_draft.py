@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_calls import QUIET, assert_same_text, end_tokens, endless_model, pair, plain, speculative
+from tiny_calls import QUIET, assert_same_text, config_of, end_tokens, endless_model, pair, plain, speculative
 from tiny_models import AGREEMENT, ragged_batch, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import DynamicCache, PreTrainedModel
@@ -137,7 +137,7 @@ def test_caches_hold_the_text_after_every_round(
     expected = plain(target, inputs, max_new_tokens=16, **arguments)
     rounds = _watch_rounds(monkeypatch)
     policy = RandomLengths(4, seed=1, stop_probability=0.2)
-    output = speculative(target, draft, inputs, policy, QUIET.replace(view_bucket=4), max_new_tokens=16, **arguments)
+    output = speculative(target, draft, inputs, policy, config_of(QUIET, view_bucket=4), max_new_tokens=16, **arguments)
     assert_same_text(output, expected)
     texts = [output.sequences[row, max(lengths) - length :] for row, length in enumerate(lengths)]
     references = [(_teacher_forced(target, text), _teacher_forced(draft, text)) for text in texts]
@@ -173,13 +173,13 @@ def test_a_drifting_draft_cache_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     """The check above fails when the draft believes to have stored the last draft token, which it never fed."""
     from hf_dsde.drafting.model import ModelDrafter
 
-    def drifting(drafter: Any, drafted: list[int], accepted: list[int]) -> None:
+    def drifting(drafter: Any, sequences: Any, scores: Any, accepted: list[int], drafted: list[int]) -> None:
         for row, length in enumerate(drafter._caught_up):
             if length is not None:
                 drafter._cached[row] = length + accepted[row]
         drafter._caught_up = []
 
-    monkeypatch.setattr(ModelDrafter, "observe", drifting)
+    monkeypatch.setattr(ModelDrafter, "update_candidate_strategy", drifting)
     with pytest.raises(AssertionError):
         test_caches_hold_the_text_after_every_round("llama", "full", False, monkeypatch)
     target, _ = pair()

@@ -13,11 +13,11 @@ from tiny_models import VOCABULARY, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.drafting.layer_draft import initialise_draft
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import reference
@@ -62,7 +62,7 @@ class Pair:
 
     def __init__(self, model: PreTrainedModel, stored: list[int]) -> None:
         self.stock, self.other = (
-            StockRunner(model, len(stored), CAPACITY, SpeculationConfig(view_bucket=4)) for _ in range(2)
+            StockRunner(model, len(stored), CAPACITY, RuntimeOptions(view_bucket=4)) for _ in range(2)
         )
         self.decoder = FusedDecoder(model, reference)
         self.texts = torch.randint(3, VOCABULARY, (len(stored), CAPACITY), generator=torch.Generator().manual_seed(5))
@@ -315,7 +315,7 @@ class CountingOps:
 
     def __init__(self, *, taken: bool = True) -> None:
         self.taken = taken
-        self.asked: list[tuple[int, int, int, torch.dtype]] = []
+        self.asked: list[tuple[Any, ...]] = []
         self.products: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -357,7 +357,7 @@ def test_whether_it_pays_is_asked_with_the_sizes_of_all_weights_together() -> No
     ops = check_products(tiny_model(), [3, 1, 2, 1] * 2)
     tokens = sum(COUNTS)
     layer = [(tokens, 3, 64, 32), (tokens, 1, 32, 32), (tokens, 2, 128, 32), (tokens, 1, 32, 64)]
-    assert ops.asked == [(*sizes, torch.float64) for sizes in layer * 2]
+    assert ops.asked == [(*sizes, torch.float64, torch.device("cpu")) for sizes in layer * 2]
 
 
 class _OtherLinear(nn.Linear):

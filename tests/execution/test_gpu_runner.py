@@ -18,13 +18,10 @@ from waits import RecordsRows, noted_waits
 
 import hf_dsde
 from hf_dsde.config import SpeculationConfig
-from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.graph_runner import GraphRunner
-from hf_dsde.execution.recorded_function import FunctionRecorder
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock, packed_bucket
-from hf_dsde.policies import BatchInfo, DraftStep, MarginalGoodputPolicy, RoundOutcome
-from hf_dsde.policies.base import as_it_is
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,22 +32,24 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 NEW_TOKENS = 48
 
-EACH_ROUND = "transfers.py::wait"
+EACH_ROUND = "utils/transfers.py::wait"
 """Where the host learns how a round ended."""
-EACH_DRAFT_STEP = "drafting/stop_flag.py::nobody_drafts"
+EACH_DRAFT_STEP = "decoding/stop_flag.py::nobody_drafts"
 """Where it learns whether rows draft on, when a policy decides that on the device."""
-AFTERWARDS = "timing.py::seconds_until"
+PACKING = "decoding/target_pass.py::stage"
+"""Where it learns how long drafts became that a policy ended on the device, if packing a pass over them may pay."""
+AFTERWARDS = "measurement/clock.py::seconds_until"
 """Reads marks in front of what the round has waited for: they have passed."""
 SETTING_UP = {
-    "generation.py::_scalar",
-    "loop.py::_begin",
-    "prefill.py::store_prompts",
-    "prefill.py::_record",
-    "loop.py::_start_policy",
+    "integration/generation.py::_scalar",
+    "decoding/loop.py::_begin",
+    "decoding/prefill.py::store_prompts",
+    "decoding/prefill.py::_record",
+    "decoding/lengths.py::start",
     "policies/acceptance_model.py::__init__",
-    "refusals.py::_check_positions",
-    "sequences.py::__init__",
-    "sequences.py::text",
+    "integration/validation.py::_check_positions",
+    "decoding/sequences.py::__init__",
+    "decoding/sequences.py::text",
 }
 """Where a call may wait a few times, however long its text gets."""
 MOST_SETTING_UP = 16
@@ -126,7 +125,9 @@ def test_a_round_waits_for_the_device_once(policy: str, do_sample: bool, monkeyp
     rounds = len(statistics.rounds)
     assert rounds > MOST_SETTING_UP / 2, "too few rounds to tell them from setting up"
     assert waits.pop(EACH_ROUND) == rounds
-    assert waits.pop(EACH_DRAFT_STEP, 0) <= statistics.draft_steps
+    inside = waits.pop(EACH_DRAFT_STEP, 0)
+    assert inside <= statistics.draft_steps
+    assert waits.pop(PACKING, 0) <= (rounds if inside else 0)
     assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
     waits.pop("elsewhere", None)  # `generate` itself, before and behind the rounds
     assert set(waits) <= SETTING_UP, waits
@@ -205,7 +206,9 @@ def test_logits_processors_are_no_reason_to_wait(name: str, policy: str, monkeyp
     rounds = len(statistics.rounds)
     assert rounds > 8
     assert waits.pop(EACH_ROUND) == rounds
-    assert waits.pop(EACH_DRAFT_STEP, 0) <= statistics.draft_steps
+    inside = waits.pop(EACH_DRAFT_STEP, 0)
+    assert inside <= statistics.draft_steps
+    assert waits.pop(PACKING, 0) <= (rounds if inside else 0)
     assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
     waits.pop("elsewhere", None)
     made = {place: times for place, times in waits.items() if place.startswith("processing/")}
@@ -234,51 +237,6 @@ def test_only_policies_that_stop_inside_a_round_wait_inside_it(monkeypatch: pyte
 
 
 @torch.no_grad()
-def test_a_recorded_policy_decides_as_it_does_unrecorded() -> None:
-    """Random rounds of `marginal_goodput`, up to the first decision so close that rounding makes it."""
-    rows, vocabulary, limit = 4, 1000, 8
-    policies = [MarginalGoodputPolicy(warmup_tokens=4) for _ in range(2)]
-    model = CostModel.relative(0.1, [1 + 0.0301 * k for k in range(limit + 1)], rows)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RunnerWarning)  # it would not be recorded
-        for policy, record in zip(policies, (as_it_is, FunctionRecorder(CUDA)), strict=True):
-            costs = LiveCosts(model, rows, refresh=False)
-            policy.start(BatchInfo(rows, CUDA, vocabulary, limit, 1000, costs, record))
-        plain, recorded = policies
-        torch.manual_seed(3)
-        zeros = torch.zeros(rows, dtype=torch.int64, device=CUDA)
-        rounds = 0
-        for rounds in range(60):
-            lengths = plain.draft_lengths()
-            same = torch.equal(lengths, recorded.draft_lengths())
-            drafting, drafted, labels = lengths > 0, zeros, []
-            while same and bool(drafting.any()):
-                logits = torch.randn(rows, vocabulary, device=CUDA) * (1 + 6 * torch.rand(rows, 1, device=CUDA))
-                step = (len(labels), zeros, logits, logits, drafting)
-                stops, others = (policy.should_stop(DraftStep(*step)) for policy in policies)
-                same = torch.equal(stops, others)
-                labels.append(logits.softmax(-1).amax(-1) * (0.97 if rounds < 30 else 0.1))
-                drafted, drafting = drafted + drafting, drafting & ~stops
-            if not same:
-                break
-            acceptance = torch.stack(labels, 1) if labels else torch.zeros(rows, 0, device=CUDA)
-            accepted = (torch.rand_like(acceptance) < acceptance).long().cumprod(1).sum(1)
-            outcome = RoundOutcome(
-                drafted,
-                torch.minimum(accepted, drafted),
-                zeros == 0,
-                acceptance=acceptance,
-                next_entropy=3 * torch.rand(rows, device=CUDA),
-                next_probability=torch.rand(rows, device=CUDA),
-            )
-            for policy in policies:
-                policy.observe(outcome)
-            for mine, other in zip(plain._known.tensors(), recorded._known.tensors(), strict=True):
-                torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
-    assert rounds > 15
-
-
-@torch.no_grad()
 def compare_runners(model: PreTrainedModel, rounds: int, **settings: Any) -> GraphRunner:
     """Run the same random blocks through recorded and eager passes while rows leave; return the recording runner."""
     generator = torch.Generator().manual_seed(0)
@@ -288,8 +246,8 @@ def compare_runners(model: PreTrainedModel, rounds: int, **settings: Any) -> Gra
 
     lengths = torch.tensor(random_lengths(12), device=CUDA)
     rows, longest = len(lengths), int(lengths.max())
-    eager = create_runner(model, rows, 64, SpeculationConfig(runner="eager"))
-    recorded = create_runner(model, rows, 64, SpeculationConfig(runner="graph", **settings))
+    eager = create_runner(model, rows, 64, RuntimeOptions(), "eager")
+    recorded = create_runner(model, rows, 64, RuntimeOptions(**settings), "graph")
     assert isinstance(recorded, GraphRunner)
     prompts = draw(3, VOCABULARY, rows, longest)
     active = torch.ones(rows, dtype=torch.bool, device=CUDA)
@@ -350,7 +308,7 @@ def test_recorded_passes_give_the_hidden_states_of_transformers(family: str, set
     texts = ragged_batch([40, 40, 40], seed=4)["input_ids"].to(CUDA)
     lengths = [31, 9, 18]
     expected = model(input_ids=texts, output_hidden_states=True).hidden_states
-    runner = create_runner(model, 3, 64, SpeculationConfig(runner="graph", **settings), hidden_layers=layers)
+    runner = create_runner(model, 3, 64, RuntimeOptions(**settings), "graph", hidden_layers=layers)
     positions = torch.tensor(lengths, device=CUDA)[:, None] + torch.arange(5, device=CUDA)
     with runner.active():
         stored = store_texts(runner, texts, lengths)
@@ -367,16 +325,18 @@ def test_recorded_passes_give_the_hidden_states_of_transformers(family: str, set
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize(
-    ("settings", "size"), [({}, None), ({}, 32), ({"fused_layers": False}, None), ({"runner": "eager"}, None)], ids=str
+    ("kind", "settings", "size"),
+    [("graph", {}, None), ("graph", {}, 32), ("graph", {"fused_layers": False}, None), ("eager", {}, None)],
+    ids=str,
 )
 def test_every_token_of_a_tree_gets_what_its_path_gives(
-    family: str, settings: dict[str, Any], size: int | None
+    family: str, kind: str, settings: dict[str, Any], size: int | None
 ) -> None:
     model, trees = tiny_model(family).float().to(CUDA), Trees.drawn()
-    runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(**settings), hidden_layers=(1, 2))
+    runner = create_runner(model, len(LENGTHS), 32, RuntimeOptions(**settings), kind, hidden_layers=(1, 2))
     for _ in range(2):  # the second time, everything is recorded
         trees.check(model, trees.run(runner, trees.block(size)), 1e-4, (1, 2))
-    assert isinstance(runner, GraphRunner) == (settings.get("runner") != "eager")
+    assert isinstance(runner, GraphRunner) == (kind == "graph")
 
 
 def test_recorded_passes_survive_a_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +354,7 @@ def test_passes_that_the_user_has_compiled_are_recorded_and_keep_the_text() -> N
     hf_dsde.enable(target)
     for model in (target, draft):
         model.compile(dynamic=False)
-    config = SpeculationConfig(fused_layers=False)
+    config = SpeculationConfig(options=RuntimeOptions(fused_layers=False))
     for recorded_now in (True, False):
         with warnings.catch_warnings():
             warnings.simplefilter("error", RunnerWarning)  # it would be run eagerly

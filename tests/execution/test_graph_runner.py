@@ -6,27 +6,30 @@ import copy
 import gc
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from tiny_calls import config_of
 from tiny_models import AGREEMENT, FAMILIES, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding import target_pass
 from hf_dsde.execution import create_runner as runners
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import CAPACITY_STEP, MIN_REACH, GraphRunner
 from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.workspaces import Workspaces, workspace_key, workspaces
 from hf_dsde.integration import generation
 from hf_dsde.policies import StoppingPolicy
+from hf_dsde.utils import tuning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
@@ -44,7 +47,7 @@ def generate(
     new_tokens: int = 40,
     **settings: Any,
 ) -> torch.Tensor:
-    """Generate with recorded passes; `settings` are those of the call, or of `SpeculationConfig`."""
+    """Generate with recorded passes; `settings` are those of the call, of the configuration or of its options."""
     call = {name: settings.pop(name) for name in ("do_sample", "temperature") if name in settings}
     hf_dsde.enable(target)
     return target.generate(
@@ -53,7 +56,7 @@ def generate(
         **{"do_sample": False, **call},
         assistant_model=draft,
         speculation_policy=policy,
-        speculation_config=SpeculationConfig(**{"runner": "graph", **settings}),
+        speculation_config=config_of(**{"runner": "graph", **settings}),
     )
 
 
@@ -62,7 +65,7 @@ def plain(target: PreTrainedModel, rows: int = 5, new_tokens: int = 40) -> torch
 
 
 def runner_of(model: PreTrainedModel, rows: int = 4, **settings: Any) -> GraphRunner:
-    runner = create_runner(model, rows, 64, SpeculationConfig(runner="graph", **settings))
+    runner = create_runner(model, rows, 64, RuntimeOptions(**settings), "graph")
     assert isinstance(runner, GraphRunner)
     return runner
 
@@ -182,7 +185,7 @@ def test_a_cache_grows_by_the_longest_row_and_not_by_the_bound_it_is_recorded_fo
     limit: int | None,
     fused: bool,
 ) -> None:
-    runner = create_runner(tiny_model(), 1, MIN_REACH, SpeculationConfig(runner="graph", fused_layers=fused))
+    runner = create_runner(tiny_model(), 1, MIN_REACH, RuntimeOptions(fused_layers=fused), "graph")
     runner.cache.limit = limit
     with runner.active(), torch.no_grad():
         for longest in (1, MIN_REACH + 1):
@@ -192,7 +195,7 @@ def test_a_cache_grows_by_the_longest_row_and_not_by_the_bound_it_is_recorded_fo
 
 def test_bounds_of_lengths_are_few() -> None:
     target = tiny_model()
-    runner = create_runner(target, 1, 20_000, SpeculationConfig(runner="graph"))
+    runner = create_runner(target, 1, 20_000, RuntimeOptions(), "graph")
     assert isinstance(runner, GraphRunner)
     reaches = [runner._reach(longest) for longest in (1, 512, 513, 2048, 2049, 8192, 8193, 19_000)]
     assert reaches == [512, 512, 2048, 2048, 8192, 8192, runner.cache.capacity, runner.cache.capacity]
@@ -299,7 +302,7 @@ def test_modules_from_elsewhere_are_recorded_anew_in_each_call() -> None:
     target = tiny_model()
     draft = noisy_copy(target, 0.05)
     adapter = target.model.layers[0].mlp.down_proj = Adapter(target.model.layers[0].mlp.down_proj)
-    assert workspace_key(target, 5, SpeculationConfig(), fused=True) is None
+    assert workspace_key(target, 5, RuntimeOptions(), fused=True) is None
     for adapter.on in (False, True, False):
         assert torch.equal(generate(target, draft), plain(target))
 
@@ -310,9 +313,22 @@ def test_modules_from_elsewhere_are_recorded_anew_in_each_call() -> None:
 def test_what_a_recording_depends_on_is_in_its_key(change: dict[str, Any]) -> None:
     model = tiny_model()
     rows, fused = change.pop("rows", 5), change.pop("fused", True)
-    assert workspace_key(model, rows, SpeculationConfig(**change), fused) != workspace_key(
-        model, 5, SpeculationConfig(), fused=True
+    assert workspace_key(model, rows, RuntimeOptions(**change), fused) != workspace_key(
+        model, 5, RuntimeOptions(), fused=True
     )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_text_is_the_same_on_a_device_of_no_known_class(
+    fused: bool,
+    recording: list[NotingCapture],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.SAFE, stored_sizes=(2, 4)))
+    target = tiny_model()
+    text = generate(target, noisy_copy(target, 0.05), RandomLengths(), fused_layers=fused)
+    assert torch.equal(text, plain(target))
+    assert recording
 
 
 def test_rows_leave_passes_by_halves() -> None:
@@ -350,32 +366,32 @@ def test_workspaces_are_lent_to_one_at_a_time_and_must_be_large_enough() -> None
 class TestChoice:
     def test_a_cpu_gets_the_eager_runner(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
-        runner = create_runner(tiny_model(), 2, 16, SpeculationConfig())
+        runner = create_runner(tiny_model(), 2, 16, RuntimeOptions())
         assert type(runner) is EagerRunner
 
     def test_recording_by_name_is_refused_where_it_cannot_be_done(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         with pytest.raises(ValueError, match=r"runner: 'graph'.*on cpu.*runner=None"):
-            create_runner(tiny_model(), 2, 16, SpeculationConfig(runner="graph"))
+            create_runner(tiny_model(), 2, 16, RuntimeOptions(), "graph")
 
     def test_recording_is_the_default_where_it_can_be_done(self) -> None:
-        assert isinstance(create_runner(tiny_model(), 2, 16, SpeculationConfig()), GraphRunner)
+        assert isinstance(create_runner(tiny_model(), 2, 16, RuntimeOptions()), GraphRunner)
 
     @pytest.mark.parametrize("where", ["", "model.layers.1.mlp"])
     def test_hooks_are_never_skipped(self, where: str) -> None:
         model = tiny_model()
         model.get_submodule(where).register_forward_hook(lambda *_: None)
         with pytest.warns(RunnerWarning, match=f"hooks.*'{where or 'the model itself'}'"):
-            assert type(create_runner(model, 2, 16, SpeculationConfig())) is EagerRunner
+            assert type(create_runner(model, 2, 16, RuntimeOptions())) is EagerRunner
 
     def test_hooks_that_only_record_hidden_states_do_not_count(self) -> None:
         model = tiny_model()
         model(torch.tensor([[1, 2]]), output_hidden_states=True)
-        assert isinstance(create_runner(model, 2, 16, SpeculationConfig()), GraphRunner)
+        assert isinstance(create_runner(model, 2, 16, RuntimeOptions()), GraphRunner)
 
     def test_training_mode_is_run_eagerly(self) -> None:
         with pytest.warns(RunnerWarning, match=r"training mode; call model\.eval\(\)"):
-            assert type(create_runner(tiny_model().train(), 2, 16, SpeculationConfig())) is EagerRunner
+            assert type(create_runner(tiny_model().train(), 2, 16, RuntimeOptions())) is EagerRunner
 
     def test_layers_on_several_devices_are_run_eagerly(self) -> None:
         model = copy.deepcopy(tiny_model())
@@ -384,4 +400,4 @@ class TestChoice:
 
     def test_eager_by_name_warns_of_nothing(self) -> None:
         model = tiny_model().train()
-        assert type(create_runner(model, 2, 16, SpeculationConfig(runner="eager"))) is EagerRunner
+        assert type(create_runner(model, 2, 16, RuntimeOptions(), "eager")) is EagerRunner

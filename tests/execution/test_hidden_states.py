@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,25 +14,25 @@ from tiny_models import FAMILIES, PLAIN_NEEDS_FLOAT32, VOCABULARY, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dsde.config import SpeculationConfig
-from hf_dsde.execution import graph_runner
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.model_runner import ModelRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
+from hf_dsde.utils import tuning
 
 pytestmark = pytest.mark.usefixtures("recording")
 LENGTHS = [9, 1, 14, 5]
 LAYERS = (2, 0, 1)
 """All that a model of two layers has, in an order that is not theirs."""
 FUSED = [family for family in FAMILIES if why_not_fused(tiny_model(family)) is None]
-RUNNERS: dict[str, dict[str, Any]] = {
-    "eager": {"runner": "eager"},
-    "eager-all-rows": {"runner": "eager", "drop_finished_rows": False},
-    "recorded": {"runner": "graph", "fused_layers": False},
-    "fused": {"runner": "graph"},
+RUNNERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eager": ("eager", {}),
+    "eager-all-rows": ("eager", {"drop_finished_rows": False}),
+    "recorded": ("graph", {"fused_layers": False}),
+    "fused": ("graph", {}),
 }
 CASES = [
     (family, name)
@@ -46,8 +47,9 @@ def texts() -> Tensor:
 
 
 def runner_of(model: PreTrainedModel, name: str = "eager", layers: tuple[int, ...] = LAYERS, **more: Any) -> Any:
-    config = SpeculationConfig(**{"prefill_chunk": 8, **RUNNERS[name], **more})
-    return create_runner(model, len(LENGTHS), 32, config, hidden_layers=layers)
+    runner, settings = RUNNERS[name]
+    options = RuntimeOptions(**{"prefill_chunk": 8, **settings, **more})
+    return create_runner(model, len(LENGTHS), 32, options, runner, hidden_layers=layers)
 
 
 @torch.no_grad()
@@ -164,7 +166,7 @@ def test_rows_that_left_have_finite_ones(name: str) -> None:
 
 @pytest.mark.parametrize("stored_sizes", [(64,), (4,)], ids=["recorded", "launched one by one"])
 def test_prompts_read_by_flat_passes(stored_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_runner, "STORED_SIZES", stored_sizes)
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, stored_sizes=stored_sizes))
     model = tiny_model("qwen3")
     for layers in (LAYERS, (1,), (2,)):
         runner = runner_of(model, "fused", layers, prefill_chunk=100)
@@ -227,7 +229,7 @@ def test_a_second_call_records_nothing(name: str, recording: list[NotingCapture]
 
 def test_a_pass_that_cannot_be_recorded_gives_them_eagerly() -> None:
     model = tiny_model("mixtral")
-    runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(runner="graph"), hidden_layers=LAYERS)
+    runner = create_runner(model, len(LENGTHS), 32, RuntimeOptions(), "graph", hidden_layers=LAYERS)
     check_store(model, store(runner, PROMPTS), PROMPTS, LAYERS)
     for width in (3, 2):
         with pytest.warns(UserWarning, match="run eagerly") if width == 3 else nullcontext():

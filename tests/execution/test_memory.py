@@ -9,15 +9,15 @@ from tiny_models import ragged_batch, random_lengths, tiny_model
 from tiny_pair import tiny_pair
 
 import hf_dsde
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution import memory
 from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.options import RuntimeOptions
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
 def test_predicted_bytes_are_those_of_the_cache_that_is_made(family: str) -> None:
     model = tiny_model(family)
-    runner = EagerRunner(model, 3, 32, SpeculationConfig())
+    runner = EagerRunner(model, 3, 32, RuntimeOptions())
     tokens = torch.zeros(3, 5, dtype=torch.long)
     with runner.active(), torch.no_grad():
         store_texts(runner, tokens, [5, 2, 4])

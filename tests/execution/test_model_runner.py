@@ -13,12 +13,12 @@ from stored import prompts_of, store_texts
 from tiny_models import FAMILIES, VOCABULARY, ragged_batch, tiny_model
 from transformers import PreTrainedModel
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.execution import attention
+from hf_dsde.execution import attention, model_runner
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.model_runner import WIDTH_BUCKETS, EagerRunner, next_bucket, single_device
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 
 LENGTHS = [9, 1, 5]
@@ -29,7 +29,7 @@ def texts() -> SequenceBatch:
 
 
 def runner_of(model: PreTrainedModel, rows: int = len(LENGTHS), capacity: int = 32, **changes: Any) -> EagerRunner:
-    runner = create_runner(model, rows, capacity, SpeculationConfig(**changes))
+    runner = create_runner(model, rows, capacity, RuntimeOptions(**changes))
     assert isinstance(runner, EagerRunner)
     return runner
 
@@ -73,8 +73,8 @@ def test_own_buckets_ascend_and_hold_one_token() -> None:
     "changes",
     [
         {},
-        {"width_buckets": (4,)},
-        {"width_buckets": (7, 20), "view_bucket": 5},
+        {"buckets": (4,)},
+        {"buckets": (7, 20), "view_bucket": 5},
         {"prefill_chunk": 1},
         {"prefill_chunk": 3, "view_bucket": 1},
         {"packed_attention": False},
@@ -82,16 +82,21 @@ def test_own_buckets_ascend_and_hold_one_token() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "opt"])
-def test_logits_are_those_of_each_row_alone(family: str, changes: dict[str, Any]) -> None:
+def test_logits_are_those_of_each_row_alone(
+    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(family)
+    changes = dict(changes)
+    monkeypatch.setattr(model_runner, "WIDTH_BUCKETS", changes.pop("buckets", WIDTH_BUCKETS))
     for width in (1, 3):
         check_logits(model, last_logits(runner_of(model, **changes), width))
 
 
-def test_keep_returns_the_last_columns_only() -> None:
+def test_keep_returns_the_last_columns_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "WIDTH_BUCKETS", (8,))
     model = tiny_model()
     batch = texts()
-    runner = runner_of(model, width_buckets=(8,))
+    runner = runner_of(model)
     with runner.active(), torch.no_grad():
         everything = runner.forward(RowBlock(*batch.tail(9)), longest=9).logits
         kept = runner.forward(RowBlock(*batch.tail(9)), longest=9, keep=2).logits
@@ -100,12 +105,13 @@ def test_keep_returns_the_last_columns_only() -> None:
     torch.testing.assert_close(kept, everything[:, -2:])
 
 
-def test_tokens_of_junk_columns_do_not_matter() -> None:
+def test_tokens_of_junk_columns_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stands where there is no token, and whatever older blocks left in the buffers and in other slots."""
+    monkeypatch.setattr(model_runner, "WIDTH_BUCKETS", (6,))
     model = tiny_model("gemma3")
     outputs = []
     for poison in (0, VOCABULARY - 1):
-        runner = runner_of(model, width_buckets=(6,))
+        runner = runner_of(model)
         batch = texts()
         tokens, positions = batch.tail(5)
         real = positions >= 0

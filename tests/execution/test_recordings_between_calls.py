@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from tiny_calls import config_of
 from tiny_models import noisy_copy, ragged_batch, tiny_model
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.recording_key import recording_key
 from hf_dsde.execution.workspaces import workspaces
 
@@ -47,7 +48,7 @@ def generate(target: PreTrainedModel, draft: PreTrainedModel, policy: str = "sta
         do_sample=False,
         assistant_model=draft,
         speculation_policy=policy,
-        speculation_config=SpeculationConfig(**settings),
+        speculation_config=config_of(**settings),
     )
 
 
@@ -313,12 +314,12 @@ class TestReasonsThatPass:
             else:
                 handle = last_mlp(target).register_forward_hook(lambda *_: None)
             assert torch.equal(generate(target, draft), expected)
-            assert type(create_runner(target, 3, 16, SpeculationConfig())) is EagerRunner
+            assert type(create_runner(target, 3, 16, RuntimeOptions())) is EagerRunner
             target.eval()
             if handle is not None:
                 handle.remove()
             assert torch.equal(generate(target, draft), expected)
-            assert isinstance(create_runner(target, 3, 16, SpeculationConfig()), GraphRunner)
+            assert isinstance(create_runner(target, 3, 16, RuntimeOptions()), GraphRunner)
 
     def test_each_is_told_once(self) -> None:
         target = tiny_model()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,11 +12,11 @@ from recorded import NotingCapture, recording  # noqa: F401 - a fixture
 from stored import store_texts
 from tiny_models import VOCABULARY, tiny_model
 
-from hf_dsde.config import SpeculationConfig
-from hf_dsde.execution import model_runner as runner_module
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, flat_places, portions, similar_counts, total_count
+from hf_dsde.utils import tuning
 
 counts = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -68,11 +70,10 @@ def test_texts_of_all_lengths_are_stored_as_if_alone(
     recorded: int,
 ) -> None:
     """Rows in groups of similar length, cut into chunks, replayed or not, and a second time over rows of a batch."""
-    monkeypatch.setattr(runner_module, "SPLIT_SAVING", 5)
-    monkeypatch.setattr("hf_dsde.execution.graph_runner.STORED_SIZES", (2, recorded))
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, split_saving=5, stored_sizes=(2, recorded)))
     model = tiny_model(family)
     generator = torch.Generator().manual_seed(3)
-    runner = create_runner(model, 4, 8, SpeculationConfig(runner=kind, prefill_chunk=chunk, view_bucket=4))
+    runner = create_runner(model, 4, 8, RuntimeOptions(prefill_chunk=chunk, view_bucket=4), kind)
     texts = torch.randint(3, VOCABULARY, (4, 30), generator=generator)
     lengths = [9, 0, 29, 10]
     with runner.active(), torch.no_grad():

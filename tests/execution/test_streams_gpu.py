@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, noisy_copy, ragged_batch, random_lengths, tiny
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.decoding.drafter import CandidateBatch
+from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.run_ahead import RunAhead
 from hf_dsde.drafting.model import ModelDrafter

@@ -12,9 +12,10 @@ from tiny_models import FAMILIES, PLAIN_NEEDS_FLOAT32, tiny_model
 from tiny_trees import LENGTHS, PARENTS, Trees
 from transformers import PreTrainedModel
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.fused_families import why_not_fused
+from hf_dsde.execution.model_runner import ModelRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 
 pytestmark = pytest.mark.usefixtures("recording")
@@ -22,12 +23,12 @@ TREES = Trees.drawn()
 LAYERS = (1, 2)
 FUSED = [family for family in FAMILIES if why_not_fused(tiny_model(family)) is None]
 SIZE = 32
-WAYS: dict[str, tuple[dict[str, Any], int | None]] = {
-    "eager": ({"runner": "eager"}, None),
-    "stock attention": ({"runner": "eager", "packed_attention": False}, None),
-    "recorded": ({"runner": "graph", "fused_layers": False}, None),
-    "fused": ({"runner": "graph"}, None),
-    "packed": ({"runner": "graph"}, SIZE),
+WAYS: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "eager": ("eager", {}, None),
+    "stock attention": ("eager", {"packed_attention": False}, None),
+    "recorded": ("graph", {"fused_layers": False}, None),
+    "fused": ("graph", {}, None),
+    "packed": ("graph", {}, SIZE),
 }
 CASES = [
     (family, way)
@@ -35,6 +36,11 @@ CASES = [
     for way in WAYS
     if (family in FUSED or way not in {"fused", "packed"}) and (family != "mixtral" or way != "recorded")
 ]
+
+
+def runner_of(model: PreTrainedModel, way: str, layers: tuple[int, ...] = ()) -> ModelRunner:
+    runner, settings, _ = WAYS[way]
+    return create_runner(model, len(LENGTHS), 32, RuntimeOptions(**settings), runner, hidden_layers=layers)
 
 
 def tolerance(model: PreTrainedModel, family: str) -> float:
@@ -45,8 +51,8 @@ def tolerance(model: PreTrainedModel, family: str) -> float:
 @pytest.mark.parametrize(("family", "way"), CASES)
 def test_every_token_of_a_tree_gets_what_its_path_gives(family: str, way: str) -> None:
     model = tiny_model(family)
-    settings, size = WAYS[way]
-    runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(**settings), hidden_layers=LAYERS)
+    size = WAYS[way][2]
+    runner = runner_of(model, way, LAYERS)
     for _ in range(2):  # the second time, everything is recorded
         found = TREES.run(runner, TREES.block(size))
         assert found.packed_tokens == size
@@ -57,8 +63,8 @@ def test_every_token_of_a_tree_gets_what_its_path_gives(family: str, way: str) -
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_window_goes_by_positions_and_not_by_slots(window: int, way: str) -> None:
     model = tiny_model("mistral", sliding_window=window)
-    settings, size = WAYS[way]
-    runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(**settings))
+    size = WAYS[way][2]
+    runner = runner_of(model, way)
     TREES.check(model, TREES.run(runner, TREES.block(size)), 1e-6)
 
 
@@ -80,7 +86,7 @@ def wrong_blocks() -> dict[str, RowBlock]:
 @pytest.mark.parametrize("way", ["eager", "fused"])
 def test_trees_taken_for_something_else_are_noticed(way: str, mutant: str) -> None:
     model = tiny_model()
-    runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(**WAYS[way][0]))
+    runner = runner_of(model, way)
     found = TREES.run(runner, wrong_blocks()[mutant])
     with pytest.raises(AssertionError):
         TREES.check(model, found, 1e-3)
@@ -89,14 +95,14 @@ def test_trees_taken_for_something_else_are_noticed(way: str, mutant: str) -> No
 @pytest.mark.parametrize("way", ["eager", "recorded", "fused", "packed"])
 def test_chains_and_trees_may_follow_each_other(way: str) -> None:
     model = tiny_model("mistral")
-    runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(**WAYS[way][0]))
+    runner = runner_of(model, way)
     chains = torch.tensor(LENGTHS)[:, None] - 1 + torch.arange(3)
     tokens = TREES.tokens[:, :3]
     counts = torch.full((len(LENGTHS),), 3)
     expected = None
     for _ in range(2):
-        TREES.check(model, TREES.run(runner, TREES.block(WAYS[way][1])), 1e-6)
-        found = TREES.run(runner, RowBlock(tokens, chains, counts=counts, size=WAYS[way][1])).logits
+        TREES.check(model, TREES.run(runner, TREES.block(WAYS[way][2])), 1e-6)
+        found = TREES.run(runner, RowBlock(tokens, chains, counts=counts, size=WAYS[way][2])).logits
         for row, length in enumerate(LENGTHS):
             text = torch.cat([TREES.texts[row, : length - 1], tokens[row]])
             plain = model(input_ids=text[None]).logits[0, -3:].float()
@@ -108,11 +114,11 @@ def test_chains_and_trees_may_follow_each_other(way: str) -> None:
 def test_rows_that_left_do_not_disturb_the_trees_of_others() -> None:
     model = tiny_model()
     for way in ("eager", "fused", "packed"):
-        runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(**WAYS[way][0]))
-        everyone = TREES.run(runner, TREES.block(WAYS[way][1])).logits
+        runner = runner_of(model, way)
+        everyone = TREES.run(runner, TREES.block(WAYS[way][2])).logits
         runner.keep_rows([0, 2])
         with runner.active(), torch.no_grad():
-            block = TREES.block(WAYS[way][1])
+            block = TREES.block(WAYS[way][2])
             counts = torch.tensor([len(parents) if row in (0, 2) else 0 for row, parents in enumerate(PARENTS)])
             found = runner.forward(replace(block, counts=counts), max(LENGTHS) + block.width).logits
         for row in (0, 2):
@@ -122,7 +128,7 @@ def test_rows_that_left_do_not_disturb_the_trees_of_others() -> None:
 
 def test_a_chain_given_as_a_tree_is_a_chain() -> None:
     model = tiny_model("gemma3")
-    runner = create_runner(model, len(LENGTHS), 32, SpeculationConfig(runner="eager"))
+    runner = runner_of(model, "eager")
     positions = (torch.tensor(LENGTHS)[:, None] - 1 + torch.arange(12)).masked_fill(torch.arange(12) > 9, -1)
     tokens = torch.randint(3, 90, positions.shape, generator=torch.Generator().manual_seed(2))
     chain = TREES.run(runner, RowBlock(tokens, positions)).logits

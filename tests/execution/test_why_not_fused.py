@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 import hf_dsde
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.fused_families import FAMILIES, why_not_fused
 from hf_dsde.execution.model_runner import EagerRunner, ModelRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.kernels import dispatch, reference
 
 
@@ -38,7 +38,7 @@ def test_enabled_models_are_supported() -> None:
 
 def test_setting_that_a_runner_holds_is_no_reason() -> None:
     model = tiny_model()
-    runner: ModelRunner = EagerRunner(model, 2, 8, SpeculationConfig())
+    runner: ModelRunner = EagerRunner(model, 2, 8, RuntimeOptions())
     with runner.active():
         assert why_not_fused(model) is None
 

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 import hf_dsde
-from hf_dsde import SpeculationConfig
+from hf_dsde import RuntimeOptions, SpeculationConfig
+from hf_dsde.execution import model_runner
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -90,19 +91,20 @@ def test_fill_to_batch_shows() -> None:
 def test_cost_probe_shows() -> None:
     target = hf_dsde.enable(model())
     for probes in (True, False):
-        config = SpeculationConfig(policy="static", cost_probe=probes)
+        config = SpeculationConfig(policy="static", options=RuntimeOptions(cost_probe=probes))
         counts = statistics_of(target, speculation_config=config, max_new_tokens=66)
         assert any(entry.is_plain for entry in counts.rounds) is probes
         assert (counts.predicted_speedup is not None) is probes
 
 
-def test_buckets_and_chunks_show() -> None:
+def test_buckets_and_chunks_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "WIDTH_BUCKETS", (3, 9))
     target = hf_dsde.enable(model())
     watch = Watch(target)
     statistics_of(
         target,
         assistant_model=draft(),
-        speculation_config=SpeculationConfig(policy="static", width_buckets=(3, 9), view_bucket=5, prefill_chunk=2),
+        speculation_config=SpeculationConfig("static", options=RuntimeOptions(view_bucket=5, prefill_chunk=2)),
     )
     assert set(watch.widths) == {3, 9}
     assert {view % 5 for view in watch.views} == {0}
@@ -115,7 +117,7 @@ def test_drop_finished_rows_shows() -> None:
         target = hf_dsde.enable(model())
         watch = Watch(target)
         first_of_row = plain_text()[1][BATCH["input_ids"].shape[1]]
-        config = SpeculationConfig(policy="static", drop_finished_rows=drops)
+        config = SpeculationConfig(policy="static", options=RuntimeOptions(drop_finished_rows=drops))
         statistics_of(target, assistant_model=draft(), speculation_config=config, eos_token_id=first_of_row)
         assert max(watch.rows) == 3
         assert (watch.rows[-1] < 3) is drops
@@ -125,7 +127,7 @@ def test_packed_attention_shows() -> None:
     for packed in (True, False):
         target = hf_dsde.enable(model())
         watch = Watch(target)
-        statistics_of(target, speculation_config=SpeculationConfig(packed_attention=packed))
+        statistics_of(target, speculation_config=SpeculationConfig(options=RuntimeOptions(packed_attention=packed)))
         assert len(set(watch.attention)) == 1
         assert (watch.attention[0] != "sdpa") is packed
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_calls import config_of
 from tiny_models import VOCABULARY, WINDOW, noisy_copy, ragged_batch, tiny_model
 from tiny_text import tiny_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -86,13 +87,9 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
         ("num_beams=2",),
     ),
     "no assistant": (lambda: {"assistant_model": None}, ("assistant_model=None", "Pass assistant_model=")),
-    "no assistant but prompt lookup": (
-        lambda: {"assistant_model": None, "prompt_lookup_num_tokens": 3},
-        ("assistant_model=None",),
-    ),
     "prompt lookup beside an assistant": (
         lambda: {"prompt_lookup_num_tokens": 3},
-        ("prompt_lookup_num_tokens=3", "Use one of the two"),
+        ("prompt_lookup_num_tokens=3", "Use it or assistant_model"),
     ),
     "early exit beside an assistant": (lambda: {"assistant_early_exit": 1}, ("assistant_early_exit=1",)),
     "synchronised GPUs": (lambda: {"synced_gpus": True}, ("synced_gpus=True", "Keep a whole model on each GPU")),
@@ -204,7 +201,7 @@ def test_a_mode_that_is_neither_greedy_nor_sampling_is_refused() -> None:
 def test_heads_of_the_target_that_draft_are_a_second_way_of_drafting() -> None:
     config = GenerationConfig(num_beams=1)
     config.use_mtp = True
-    with pytest.raises(ValueError, match=r"use_mtp=True.*Use one of the two"):
+    with pytest.raises(ValueError, match=r"use_mtp=True.*Leave it out"):
         refusals.check_mode(GenerationMode.ASSISTED_GENERATION, config, {"assistant_model": draft()})
 
 
@@ -330,9 +327,7 @@ def test_attention_without_masks_is_refused_also_when_packing_is_switched_off() 
     """Packed attention stands in for whatever a model is set to, but not when the call forbids it."""
     model = tiny_model("llama")
     compat.set_attention_setting(model.config, "flash_attention_2")
-    message = message_of(
-        model=model, speculation_policy=None, speculation_config=SpeculationConfig(packed_attention=False)
-    )
+    message = message_of(model=model, speculation_policy=None, speculation_config=config_of(packed_attention=False))
     assert "attn_implementation='flash_attention_2'" in message
 
 
@@ -348,23 +343,25 @@ def test_packing_serves_a_model_set_to_attention_that_takes_no_mask() -> None:
 # Tokenizers
 
 
-def test_a_draft_of_another_tokenizer_is_refused_with_the_first_differing_tokens() -> None:
+def test_a_draft_of_another_tokenizer_is_translated_and_the_first_differing_tokens_named() -> None:
     """Accepted in silence elsewhere (SGLang #23838): sizes are equal, so only the entries tell."""
-    message = message_of(tokenizer=tiny_tokenizer(), assistant_tokenizer=tiny_tokenizer(swapped=(20, 41)))
     ours, theirs = (tiny_tokenizer().convert_ids_to_tokens([20, 41])[i] for i in (0, 1))
-    for part in ("assistant_tokenizer", "2 token ids differ", f"20: '{ours}' against '{theirs}'", "41: "):
-        assert part in message
+    named = f"assistant_tokenizer.*2 token ids differ.*20: '{ours}' against '{theirs}'.*41: "
+    arguments = {"max_new_tokens": 4, "assistant_model": draft(), "speculation_policy": "static"}
+    tokenizers = {"tokenizer": tiny_tokenizer(), "assistant_tokenizer": tiny_tokenizer(swapped=(20, 41))}
+    with pytest.warns(hf_dsde.SpeculationWarning, match=named):
+        output = target().generate(**BATCH, **arguments, **tokenizers)
+    assert output.tolist() == target().generate(**BATCH, max_new_tokens=4).tolist()
 
 
 def test_tokenizers_of_different_sizes_are_compared_on_what_both_models_know() -> None:
     small = tiny_model("llama", vocab_size=60)
-    arguments = {"max_new_tokens": 4, "assistant_model": small, "speculation_policy": "static"}
-    output = target().generate(**BATCH, **arguments, tokenizer=tiny_tokenizer(), assistant_tokenizer=tiny_tokenizer(60))
+    arguments = {**BATCH, "max_new_tokens": 4, "assistant_model": small, "speculation_policy": "static"}
+    output = target().generate(**arguments, tokenizer=tiny_tokenizer(), assistant_tokenizer=tiny_tokenizer(60))
     assert output.tolist() == target().generate(**BATCH, max_new_tokens=4).tolist()
-    message = message_of(
-        assistant=small, tokenizer=tiny_tokenizer(), assistant_tokenizer=tiny_tokenizer(60, swapped=(30, 59))
-    )
-    assert "2 token ids differ" in message
+    others = {"tokenizer": tiny_tokenizer(), "assistant_tokenizer": tiny_tokenizer(60, swapped=(30, 59))}
+    with pytest.warns(hf_dsde.SpeculationWarning, match="2 token ids differ"):
+        target().generate(**arguments, **others)
 
 
 def test_tokenizers_that_lie_beside_the_models_are_compared_unasked(tmp_path: Path) -> None:

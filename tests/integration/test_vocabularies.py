@@ -45,11 +45,11 @@ def test_an_id_that_one_tokenizer_alone_names_has_one_meaning(ours: tuple[str, .
     assert serves(own_tokenizer(*ours), own_tokenizer(*theirs))
 
 
-def test_an_id_of_two_names_is_refused_also_inside_the_padding() -> None:
-    with pytest.raises(ValueError, match=f"1 token ids differ.*{SMALL}: '<a>' against '<b>'"):
-        serves(own_tokenizer("<a>"), own_tokenizer("<b>"))
-    with pytest.raises(ValueError, match="against"):
-        serves(own_tokenizer("<a>", "<b>"), own_tokenizer("<b>", "<a>"))
+def test_an_id_of_two_names_is_noticed_also_inside_the_padding() -> None:
+    with pytest.warns(hf_dsde.SpeculationWarning, match=f"1 token ids differ.*{SMALL}: '<a>' against '<b>'"):
+        assert serves(own_tokenizer("<a>"), own_tokenizer("<b>"))
+    with pytest.warns(hf_dsde.SpeculationWarning, match="against"):
+        assert serves(own_tokenizer("<a>", "<b>"), own_tokenizer("<b>", "<a>"))
 
 
 def test_ids_beyond_a_models_vocabulary_do_not_count() -> None:
@@ -72,9 +72,9 @@ def test_a_pair_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read.clear()
     assert serves(ours, theirs)
     assert not read
-    for _ in range(2):  # another pair is another question, and a refusal is remembered as one
-        with pytest.raises(ValueError, match="2 token ids differ"):
-            serves(ours, others)
+    for _ in range(2):  # another pair is another question
+        with pytest.warns(hf_dsde.SpeculationWarning, match="2 token ids differ"):
+            assert serves(ours, others)
 
 
 def test_tokens_that_are_added_later_are_seen() -> None:
@@ -82,8 +82,8 @@ def test_tokens_that_are_added_later_are_seen() -> None:
     assert serves(ours, theirs)
     ours.add_tokens(["<a>"])
     theirs.add_tokens(["<b>"])
-    with pytest.raises(ValueError, match="'<a>' against '<b>'"):
-        serves(ours, theirs)
+    with pytest.warns(hf_dsde.SpeculationWarning, match="'<a>' against '<b>'"):
+        assert serves(ours, theirs)
 
 
 # Beside models

@@ -29,9 +29,9 @@ from tiny_models import tiny_model
 from tiny_trees import LENGTHS, Trees
 from torch import Tensor
 
-from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import attention as attention_kernel
@@ -127,7 +127,7 @@ def test_trees_taken_for_something_else_are_noticed(ops, mutant):
 def test_a_fused_pass_over_trees_gives_what_plain_decoding_of_each_path_gives(family, packed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model, trees = tiny_model(family, num_hidden_layers=1, sliding_window=2).float(), Trees.drawn()
-    runner = EagerRunner(model, len(LENGTHS), 32, SpeculationConfig(packed_attention=False))
+    runner = EagerRunner(model, len(LENGTHS), 32, RuntimeOptions(packed_attention=False))
     block = trees.block(24)
     trees.run(runner, RowBlock(block.tokens[:, :1], block.positions[:, :1]))
     if packed:

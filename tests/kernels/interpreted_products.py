@@ -11,19 +11,19 @@ from kernel_cases import PRODUCT_CASES, ProductCase, make_products, rounded_gate
 
 from hf_dsde.kernels import elementwise as kernels
 from hf_dsde.kernels.linear import (
-    GATED_PLANS,
-    LINEARS_PLANS,
     MOST_TOKENS,
-    PAYING,
     SkinnyPlan,
     launch_gated,
     launch_linears,
     pays,
     plan_product,
 )
+from hf_dsde.utils import tuning
+from hf_dsde.utils.tuning import HOPPER, SAFE
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
 GUARD = 512
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -111,11 +111,12 @@ def test_biases_are_added_before_rounding():
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 17, 33, 64])
 @pytest.mark.parametrize("gated", [False, True])
-def test_planned_launches_fit_the_device(gated, tokens):
-    for rows in (8, 1536, *GATED_PLANS, *LINEARS_PLANS):
+@pytest.mark.parametrize("row", [HOPPER, SAFE], ids=["Hopper", "safe"])
+def test_planned_launches_fit_the_device(row, gated, tokens):
+    for rows in (8, 1536, *HOPPER.gated_plans, *HOPPER.linears_plans):
         for width in (64, 576, 896, 1536, 5120, 100):
             for size in (2, 4):
-                plan = plan_product(tokens, min(rows, 10**6), width, size, gated=gated)
+                plan = plan_product(tokens, min(rows, 10**6), width, size, gated=gated, tuning=row)
                 assert plan.block_m >= tokens
                 assert width % plan.block_k == 0 or width % 64
                 buffers = plan.stages * plan.block_k * size * (plan.block_m + (1 + gated) * plan.block_n)
@@ -128,7 +129,7 @@ def test_planned_launches_fit_the_device(gated, tokens):
 def test_launches_are_planned_within_the_shared_memory_of_the_device(gated, shared):
     changed = set()
     for tokens in (1, 16, 17, 64):
-        for rows in (8, *GATED_PLANS, *LINEARS_PLANS):
+        for rows in (8, *HOPPER.gated_plans, *HOPPER.linears_plans):
             for size in (2, 4):
                 shape = (tokens, min(rows, 10**6), 4096, size)
                 plan = plan_product(*shape, gated=gated, shared=shared << 10)
@@ -142,20 +143,29 @@ def test_launches_are_planned_within_the_shared_memory_of_the_device(gated, shar
     torch.empty((1, 1)).zero_()
 
 
+def test_products_are_left_to_the_library_of_a_device_of_no_known_class(monkeypatch):
+    monkeypatch.setattr(tuning, "HOPPER", SAFE)
+    assert not any(pays(8, matrices, 64, 64, torch.bfloat16, CPU) for matrices in (1, 2, 3))
+    case = next(iter(PRODUCT_CASES.values()))
+    x, weights, biases = make_products(case, torch.float32)
+    for result, weight, bias in zip(kernels.linears(x, weights, biases), weights, biases, strict=True):
+        torch.testing.assert_close(result.double(), slow_linear(x, weight, bias), rtol=3e-6, atol=3e-6)
+
+
 def test_what_pays_is_few_tokens_of_half_precision_with_weights_that_are_not_large():
-    assert pays(8, 3, 2560, 1536, torch.bfloat16)
-    assert pays(16, 2, 2 * 6144, 1536, torch.float16)
-    assert not pays(17, 2, 2 * 6144, 1536, torch.float16)
-    assert pays(16, 3, 6144, 4096, torch.bfloat16)
-    assert not pays(17, 3, 6144, 4096, torch.bfloat16)
-    assert pays(64, 3, 2560, 1536, torch.bfloat16)
-    assert not pays(65, 3, 2560, 1536, torch.bfloat16)
-    assert max(tokens for bounds in PAYING.values() for tokens, _ in bounds) <= MOST_TOKENS
-    assert not pays(8, 3, 2560, 1536, torch.float32)
-    assert not pays(8, 2, 2 * 27648, 5120, torch.bfloat16)
-    assert not pays(8, 3, 2560, 1001, torch.bfloat16)
-    assert pays(8, 3, 7168, 5120, torch.bfloat16)
-    assert not pays(8, 1, 7168, 5120, torch.bfloat16)
+    assert pays(8, 3, 2560, 1536, torch.bfloat16, CPU)
+    assert pays(16, 2, 2 * 6144, 1536, torch.float16, CPU)
+    assert not pays(17, 2, 2 * 6144, 1536, torch.float16, CPU)
+    assert pays(16, 3, 6144, 4096, torch.bfloat16, CPU)
+    assert not pays(17, 3, 6144, 4096, torch.bfloat16, CPU)
+    assert pays(64, 3, 2560, 1536, torch.bfloat16, CPU)
+    assert not pays(65, 3, 2560, 1536, torch.bfloat16, CPU)
+    assert max(tokens for bounds in HOPPER.paying.values() for tokens, _ in bounds) <= MOST_TOKENS
+    assert not pays(8, 3, 2560, 1536, torch.float32, CPU)
+    assert not pays(8, 2, 2 * 27648, 5120, torch.bfloat16, CPU)
+    assert not pays(8, 3, 2560, 1001, torch.bfloat16, CPU)
+    assert pays(8, 3, 7168, 5120, torch.bfloat16, CPU)
+    assert not pays(8, 1, 7168, 5120, torch.bfloat16, CPU)
     torch.empty((1, 1)).zero_()
 
 

@@ -29,8 +29,8 @@ from stored import store_texts
 from tiny_models import tiny_model
 from torch.nn import functional
 
-from hf_dsde import SpeculationConfig
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import reference
 
@@ -360,7 +360,7 @@ def test_kernels_that_are_set_up_early_give_what_others_give(kernels, width, mon
             arguments = chaining.chaining(device) if chained else {"chained": False}
             monkeypatch.setattr(module, "chaining", lambda _, arguments=arguments: arguments)
         generator = torch.Generator().manual_seed(0)
-        runner = create_runner(model, rows, 256, SpeculationConfig())
+        runner = create_runner(model, rows, 256, RuntimeOptions())
         seen = []
         with torch.no_grad(), runner.active():
             prompts = torch.randint(3, 90, (rows, 40), generator=generator)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import recording  # noqa: F401 - a fixture
+from tiny_calls import config_of
 from tiny_models import noisy_copy, ragged_batch, tiny_model
 
 import hf_dsde
@@ -229,7 +230,7 @@ def test_costs_are_measured_again_when_passes_are_run_otherwise(change: str, req
             **ragged_batch((3, 5), seed=0),
             assistant_model=draft,
             speculation_policy=Costly(),
-            speculation_config=hf_dsde.SpeculationConfig(**settings),
+            speculation_config=config_of(**settings),
             max_new_tokens=3,
             do_sample=False,
         )

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_calls import pair, speculative
+from tiny_calls import config_of, pair, speculative
 from tiny_models import ragged_batch
 
 import hf_dsde
-from hf_dsde import SpeculationConfig, SpeculationWarning
+from hf_dsde import SpeculationWarning
 from hf_dsde.decoding import loop
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.policies import PhaseTimes
@@ -47,7 +47,7 @@ def draft_costs_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def warnings_of(agreement: str, new_tokens: int, **settings: bool) -> list[str]:
     target, draft = pair(agreement=agreement)
-    config = SpeculationConfig(**settings)
+    config = config_of(**settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         speculative(target, draft, INPUTS, hf_dsde.StaticPolicy(4), config, max_new_tokens=new_tokens)
@@ -74,13 +74,13 @@ def test_draft_tokens_reach_the_sequences_only_where_processors_look_for_them(
 ) -> None:
     """The two may live on different devices (transformers #35099)."""
     offsets: list[int] = []
-    write = SequenceBatch.write_behind
+    write = SequenceBatch.write_drafts
 
     def counted(self: SequenceBatch, tokens: torch.Tensor, offset: int = 0) -> None:
         offsets.append(offset)
         write(self, tokens, offset)
 
-    monkeypatch.setattr(SequenceBatch, "write_behind", counted)
+    monkeypatch.setattr(SequenceBatch, "write_drafts", counted)
     target, draft = pair(agreement="full")
     output = speculative(target, draft, INPUTS, hf_dsde.StaticPolicy(4), max_new_tokens=5, **options)
     assert len(output.speculation_statistics.rounds) == 1

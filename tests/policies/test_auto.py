@@ -6,9 +6,9 @@ import pytest
 import torch
 from simulated_rounds import Simulation
 
-from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.policies import AutoPolicy, BatchInfo, GoodputPolicy, MarginalGoodputPolicy, Signal, StoppingPolicy
 from hf_dsde.policies.auto import stopping_inside_pays
+from hf_dsde.policies.base import DRAFT_SIGNALS
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, MarginalGoodputPolicy), (2, GoodputPolicy), (8, GoodputPolicy)])
@@ -34,16 +34,14 @@ def test_keeps_its_choice_when_rows_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "rows", "draft_cost", "pays"),
+    ("device", "rows", "provided", "pays"),
     [
-        ("cpu", 1, 0.9, True),
-        ("cuda", 1, 0.2, True),
-        ("cuda", 1, 0.21, False),
-        ("cuda", 1, None, True),
-        ("cuda", 2, 0.05, False),
-        ("cpu", 2, 0.05, False),
+        ("cpu", 1, DRAFT_SIGNALS, True),
+        ("cpu", 1, frozenset(), False),  # nothing could be asked about
+        ("cuda", 1, DRAFT_SIGNALS, False),
+        ("cpu", 2, DRAFT_SIGNALS, False),
     ],
 )
-def test_stops_inside_a_round_where_that_pays(device: str, rows: int, draft_cost: float | None, pays: bool) -> None:
-    costs = None if draft_cost is None else LiveCosts(CostModel.relative(draft_cost, [1.0, 1.1], rows), rows)
-    assert stopping_inside_pays(BatchInfo(rows, torch.device(device), 50, 8, 100, costs)) == pays
+def test_stops_inside_a_round_where_that_pays(device: str, rows: int, provided: frozenset[Signal], pays: bool) -> None:
+    batch = BatchInfo(rows, torch.device(device), 50, 8, 100, provided=provided)
+    assert stopping_inside_pays(batch) == pays

@@ -15,6 +15,7 @@ from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.execution.graph_runner import next_row_count
 from hf_dsde.policies import BatchInfo, GoodputPolicy, RoundOutcome, StaticPolicy, StoppingPolicy
 from hf_dsde.policies.goodput import expected_tokens
+from hf_dsde.utils.tuning import HOPPER
 
 CHEAP = [1.0, 1.03, 1.06, 1.09, 1.12, 1.15, 1.18, 1.21, 1.24, 1.27]
 
@@ -234,7 +235,7 @@ def job(policy: StoppingPolicy, limits: list[int], seed: int) -> tuple[float, li
     left, total, seen, plain_rounds = torch.tensor(limits), 0.0, [], 0
     while bool((left > 0).any()):
         active = left > 0
-        places = next_row_count(int(active.sum()))
+        places = next_row_count(int(active.sum()), HOPPER.fine_rows)
         if places <= 0.75 * costs.rows:
             costs.set_rows(places)
         lengths = torch.where(active, torch.minimum(policy.draft_lengths(), left - 1), 0)

@@ -43,7 +43,7 @@ Returns:
     mean_first_divergence, median_first_divergence: Over the sequences that differ; nan if there are none.
     near_tie_share: Share of the differing sequences that part at a near-tie; nan if none differ. Only with margins.
     verdicts: For each sequence "equal", "near tie" or "different". Only with margins.
-    rows, differing_rows: the counts behind them.
+    rows, differing_rows: the counts that they come from.
 
 Example:
     >>> import evaluate

@@ -50,7 +50,7 @@ Returns:
     mean_draft_length: Draft tokens per sequence and round, those past the end included.
     acceptance_by_position: Acceptance rate of each position, not conditional on the one before; only if counts by
         position were given.
-    rows, row_rounds, drafted, accepted, emitted, past_end: the counts behind them.
+    rows, row_rounds, drafted, accepted, emitted, past_end: the counts that they come from.
     A ratio whose denominator is zero is nan.
 
 Example:

@@ -19,7 +19,7 @@ class StopFlag:
         self._event: torch.cuda.Event | None = None
 
     def ask(self, drafting: Tensor) -> None:
-        """Ask about the rows that draft on behind this step, `[rows]`, bool."""
+        """Ask about the rows that draft on after this step, `[rows]`, bool."""
         self._answer = drafting.any()
         if self._answer.device.type == "cuda":
             self._answer = self._answer.to("cpu", non_blocking=True)
@@ -32,7 +32,7 @@ class StopFlag:
         return self._event is None or self._event.query()
 
     def nobody_drafts(self) -> bool:
-        """Say whether no row drafts on behind the step asked about last; False when nothing was asked."""
+        """Say whether no row drafts on after the step asked about last; False when nothing was asked."""
         answer, self._answer = self._answer, None
         if answer is None:
             return False

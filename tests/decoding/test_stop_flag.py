@@ -16,9 +16,9 @@ from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.decoding.drafter import CandidateBatch
+from hf_dsde.decoding.candidates import CandidateBatch, Sampled
+from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.drafting import model as drafting
-from hf_dsde.drafting.stop_flag import StopFlag
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
 
 pytestmark = pytest.mark.slow
@@ -54,13 +54,13 @@ class PlannedStops(StoppingPolicy):
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[CandidateBatch]:
     """What was proposed, round by round."""
     seen: list[CandidateBatch] = []
-    original = drafting.ModelDrafter.propose
+    original = drafting.ModelDrafter.get_candidates
 
-    def propose(self: drafting.ModelDrafter, *arguments: Any) -> CandidateBatch:
+    def get_candidates(self: drafting.ModelDrafter, *arguments: Any) -> CandidateBatch:
         seen.append(original(self, *arguments))
         return seen[-1]
 
-    monkeypatch.setattr(drafting.ModelDrafter, "propose", propose)
+    monkeypatch.setattr(drafting.ModelDrafter, "get_candidates", get_candidates)
     return seen
 
 
@@ -166,9 +166,10 @@ class TestCalls:
         for candidates in proposals:
             assert candidates.width == int(candidates.lengths.max())
             assert candidates.steps == candidates.width
-            for stacked in (candidates.probs, candidates.logits, candidates.entropy, candidates.confidence):
+            probs = candidates.law.probs if isinstance(candidates.law, Sampled) else None
+            for stacked in (probs, candidates.logits, candidates.entropy, candidates.confidence):
                 assert stacked is None or stacked.shape[1] == candidates.width
-            assert (candidates.probs is not None) == do_sample
+            assert (probs is not None) == do_sample
 
 
 @pytest.mark.parametrize("stop_behind", [[1] * 6, [5] * 6, [6] * 6, [5, 1, 1, 5, 2, 3], [4] * 6], ids=str)

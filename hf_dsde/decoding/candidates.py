@@ -1,0 +1,104 @@
+"""What a drafter proposes for a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_dsde.policies.base import LOGIT_SIGNALS, Signal
+from hf_dsde.utils.transfers import upload
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The law of tokens that were drawn at random.
+
+    Attributes:
+        probs: The distributions that they were drawn from, `[rows, width, vocabulary]`, float32, over the target's
+            vocabulary.
+    """
+
+    probs: Tensor
+
+
+@dataclass(frozen=True)
+class Deterministic:
+    """The law of tokens that were chosen in any other way: the most likely ones, those of an earlier text, a user's.
+
+    They may depend on everything that came before, but not on the random numbers of their verification.
+    """
+
+
+Law = Sampled | Deterministic
+"""How draft tokens came about, which decides how they are verified."""
+
+
+@dataclass(frozen=True)
+class CandidateBatch:
+    """Draft tokens of a round, padded to the longest. All tensors are on the device of the sequences.
+
+    Attributes:
+        tokens: `[rows, width]`, int64; anything beyond a row's length.
+        lengths: Tokens that each row really drafted, `[rows]`, int64.
+        law: How the tokens came about.
+        steps: Forward passes of the draft.
+        logits: The draft's raw logits, `[rows, width, vocabulary]`, float32. None unless one of `LOGIT_SIGNALS` is
+            required.
+        entropy: Entropy of the raw distributions, `[rows, width]`, float32, nats. None unless required.
+        confidence: Probability of each token under the processed scores, `[rows, width]`, float32. None unless
+            required.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    law: Law = Deterministic()
+    steps: int = 0
+    logits: Tensor | None = None
+    entropy: Tensor | None = None
+    confidence: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Tokens drafted by the row that drafted most."""
+        return self.tokens.shape[1]
+
+    @property
+    def mask(self) -> Tensor:
+        """Where there is a token, `[rows, width]`, bool."""
+        return torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
+
+    @classmethod
+    def of_lists(cls, drafts: Sequence[Sequence[int]], device: torch.device) -> CandidateBatch:
+        """Return tokens that the host has chosen.
+
+        Args:
+            drafts: Of each row, any number, also none.
+            device: Of the sequences.
+        """
+        width = max(map(len, drafts))
+        padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
+        flat = upload([*map(len, drafts), *(token for draft in padded for token in draft)], device)
+        return cls(flat[len(drafts) :].view(len(drafts), width), flat[: len(drafts)], steps=width)
+
+    @classmethod
+    def nothing(cls, lengths: Tensor, vocabulary_size: int, required: frozenset[Signal]) -> CandidateBatch:
+        """Return the candidates of a round in which no row drafts: every tensor is there, with no columns.
+
+        Args:
+            lengths: Any lengths of the batch, `[rows]`, int64; their shape and device are taken.
+            vocabulary_size: Size of the target's vocabulary.
+            required: Signals that the policy asks for.
+        """
+        column = lengths.new_empty(len(lengths), 0)
+        scalars = column.float()
+        distributions = lengths.new_empty(len(lengths), 0, vocabulary_size, dtype=torch.float32)
+        return cls(
+            tokens=column,
+            lengths=torch.zeros_like(lengths),
+            logits=distributions if required & LOGIT_SIGNALS else None,
+            entropy=scalars if Signal.ENTROPY in required else None,
+            confidence=scalars if Signal.CONFIDENCE in required else None,
+        )

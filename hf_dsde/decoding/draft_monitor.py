@@ -1,0 +1,69 @@
+"""What a drafter asks while it drafts: which rows go on. It need not know that a policy answers, or when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_dsde.decoding.stop_flag import StopFlag
+from hf_dsde.policies import DraftStep, Signal, StoppingPolicy
+
+Expect = Callable[[Tensor, Tensor], None]
+"""Takes the tokens and lengths that a proposal has if it is over now, as in `CandidateBatch`."""
+
+
+class DraftMonitor:
+    """Stands between one proposal and the policy.
+
+    Args:
+        policy: Decides.
+        device: Where the policy's tensors are.
+        expect: Called when the host would wait for an answer, with what is proposed if no row drafts on. If so, the
+            proposal must have the very tensor of tokens that was given.
+    """
+
+    def __init__(self, policy: StoppingPolicy, device: torch.device, expect: Expect) -> None:
+        self._policy = policy
+        self._device = device
+        self._expect = expect
+        self._flag = StopFlag()
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        """What the proposal must hold for the policy."""
+        return self._policy.requires
+
+    def after(self, step: DraftStep, drafting: Tensor) -> Tensor:
+        """Return which rows draft on after a token, `[rows]`, bool, on the drafter's device.
+
+        Args:
+            step: The token, with what it was chosen from.
+            drafting: Rows that may draft on, for all that the plan says, `[rows]`, bool.
+        """
+        if not self._policy.stops_inside_round:
+            return drafting
+        stops = self._policy.should_stop(step.to(self._device))
+        return drafting if stops is None else drafting & ~stops.to(drafting.device)
+
+    def ask(self, drafting: Tensor) -> None:
+        """Let the device say whether any row drafts on, while the drafter makes its next step ready.
+
+        Args:
+            drafting: Rows that do, `[rows]`, bool.
+        """
+        if self._policy.stops_inside_round:
+            self._flag.ask(drafting)
+
+    def nobody_drafts(self, proposed: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+        """Wait for the answer to `ask`; without a rule that stops inside a round, some row always does.
+
+        Args:
+            proposed: Gives tokens and lengths of the proposal if it is over, on the device of the sequences.
+        """
+        if not self._policy.stops_inside_round:
+            return False
+        if not self._flag.answered:  # a draft that is as fast as the host leaves it no time
+            self._expect(*proposed())
+        return self._flag.nobody_drafts()

@@ -1,0 +1,52 @@
+"""What a machine is to do with passes, apart from what is drafted: memory, recordings and escapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_dsde.utils.checks import check_flag, check_integer
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """How passes are run on this machine: what they take in time and memory. The law of a text is the same with any.
+
+    They are given as `SpeculationConfig(options=RuntimeOptions(...))` and stay with the process: `save_pretrained`
+    does not write them, and an interrupted job may go on with others.
+
+    Attributes:
+        fused_layers: Whether a recorded pass of a model of a known structure uses this package's kernels between the
+            model's matrix products. Without, the model's own forward pass is recorded.
+        max_graphs: The most recorded passes a model keeps. Each takes memory on the device.
+        keep_memory: Whether caches and recorded passes stay on the device for the next call. Without, each call
+            records its passes again: for loops that train between two calls, and need the memory.
+        prefill_chunk: Prompt tokens of all rows together in a pass that stores them. Fewer take less memory.
+        view_bucket: Where the model's own forward pass runs, it sees a multiple of this many slots of the cache. More
+            mean fewer passes to record for long texts, and more slots that are read without need.
+        packed_attention: Whether query heads that share a key-value head are folded into the query length. Off, the
+            model's own attention runs.
+        drop_finished_rows: Whether rows that have ended leave the models' passes, once a quarter of those in them have.
+            Off where a model holds something for each row. Hooks are noticed, and there all rows stay in any case.
+        cost_probe: Whether one round of a long call runs without drafts, to measure what a plain step costs.
+    """
+
+    fused_layers: bool = True
+    max_graphs: int = 256
+    keep_memory: bool = True
+    prefill_chunk: int = 8192
+    view_bucket: int = 64
+    packed_attention: bool = True
+    drop_finished_rows: bool = True
+    cost_probe: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name in ("fused_layers", "keep_memory", "packed_attention", "drop_finished_rows", "cost_probe"):
+            check_flag(name, getattr(self, name))
+        for name in ("max_graphs", "prefill_chunk", "view_bucket"):
+            check_integer(name, getattr(self, name), 1)
+
+    def replace(self, **changes: Any) -> RuntimeOptions:
+        """A copy with some fields changed, checked again."""
+        return replace(self, **changes)
