@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from hf_dsde.execution import attention
 from hf_dsde.execution.graph_runner import MIN_REACH
 from hf_dsde.kernels.attention_plan import LaunchPlan, plan_launch
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 from hf_dsde.measurement import provenance
 from hf_dsde.utils.tuning import tuning_of
 
@@ -93,7 +93,7 @@ class Batch:
         self.packed_mask = attention.packed_mask(self.visible, shape.group, torch.bfloat16)
         self.mask = attention.additive_mask(self.visible, torch.bfloat16)
         row = torch.arange(shape.rows, device=device)
-        self.block = TokenBlock(
+        self.block = Block(
             tokens=torch.zeros(shape.rows * shape.width, dtype=torch.int64, device=device),
             rows=row.repeat_interleave(shape.width),
             positions=self.positions.flatten(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation import logits_process
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument of `forward`, newest first: `cache` since 5.24, `past_key_values` before."""
@@ -86,6 +87,22 @@ def _layers_go_by_mode() -> bool:
 def only_records_outputs(hook: Any) -> bool:
     """Whether a module's hook is one that transformers leaves behind once hidden states were asked for."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def hidden_states_argument(layers: Sequence[int]) -> list[int] | bool:
+    """Return what `output_hidden_states` has to be for the hidden states of some layers, and as few others as possible.
+
+    What the model gives can be indexed by layer either way. Older versions count in a list otherwise, and know no
+    number for the embeddings there: all layers' states are then kept for the length of the pass.
+
+    Args:
+        layers: At least one, 0 for the embeddings.
+    """
+    return list(layers) if hasattr(output_capturing, "resolve_hidden_states_indices") else True
+
+
+CAPTURE_MARK = "_output_capturing_hooks_installed"
+"""Attribute of a model that was once asked for hidden states. What it says changes no arithmetic."""
 
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:

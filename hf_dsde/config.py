@@ -18,7 +18,6 @@ from hf_dsde.utils.checks import check_choice, check_flag, check_integer
 
 CONFIG_NAME = "speculation_config.json"
 RUNNERS = ("eager", "graph")
-VERIFICATIONS = ("auto", "padded", "packed")
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,6 @@ class SpeculationConfig:
         fill_to_batch: Whether every active row drafts as many tokens as the batch's longest. Free in a padded pass.
         runner: How forward passes are run: `eager`, or `graph`, which records them as CUDA graphs. None takes `graph`
             on a CUDA device and `eager` elsewhere.
-        verification: `padded`, where all rows have as many columns as the longest; `packed`, where the tokens of
-            all rows lie one after another, which a recorded pass with fused layers can do; or `auto`, which takes what
-            costs less.
         costs: What passes cost, as `CostModel.to_dict` gives it, for policies that weigh cost against gain. None lets
             the first call of a pair and batch size measure it.
         refresh_costs: Whether the timings of rounds go on moving the costs. Decisions that rest on timings differ from
@@ -47,7 +43,6 @@ class SpeculationConfig:
     max_draft_length: int = 32
     fill_to_batch: bool = False
     runner: str | None = None
-    verification: str = "auto"
     costs: dict[str, Any] | None = field(default=None, hash=False)
     refresh_costs: bool = True
     options: RuntimeOptions = field(default=RuntimeOptions(), hash=False)
@@ -74,7 +69,6 @@ class SpeculationConfig:
         check_flag("fill_to_batch", self.fill_to_batch)
         if self.runner is not None:
             check_choice("runner", self.runner, RUNNERS)
-        check_choice("verification", self.verification, VERIFICATIONS)
         check_flag("refresh_costs", self.refresh_costs)
         if self.costs is not None:
             object.__setattr__(self, "costs", CostModel.from_dict(self.costs).to_dict())

@@ -108,14 +108,20 @@ def _find(place: Any, made: dict[int, Tensor]) -> Any:
     return place.tensor() if isinstance(place, _Address) else place
 
 
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+
+
+def _unwritten(result: Tensor) -> Tensor:
+    return torch.full_like(result, float("nan") if result.is_floating_point() else torch.iinfo(result.dtype).max)
+
+
 class NotedReplay:
-    def __init__(self, notes: _Notes, result: Tensor) -> None:
+    def __init__(self, notes: _Notes, result: Any) -> None:
         self._calls = [_Call(*call) for call in notes.calls]
-        self._result = notes.place(result)
+        self._results = [notes.place(tensor) for tensor in _tensors(result)]
         # A replay has to write everything it shows.
-        self.output = torch.full_like(
-            result, float("nan") if result.is_floating_point() else torch.iinfo(result.dtype).max
-        )
+        self.output = tree_map_only(Tensor, _unwritten, result)
         notes.finish()
 
     def __call__(self) -> None:
@@ -123,7 +129,8 @@ class NotedReplay:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # what was noted has its casts in it
             for call in self._calls:
                 call(made)
-            self.output.copy_(_find(self._result, made))
+            for output, place in zip(_tensors(self.output), self._results, strict=True):
+                output.copy_(_find(place, made))
 
 
 class NotingCapture:
@@ -133,7 +140,7 @@ class NotingCapture:
         self.recorded = 0
         self.bytes = 0
 
-    def __call__(self, body: Callable[[], Tensor]) -> NotedReplay:
+    def __call__(self, body: Callable[[], Any]) -> NotedReplay:
         with torch.no_grad():
             body()
             with _Notes() as notes:

@@ -12,10 +12,10 @@ from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.spans import Span
 
 
-def store_texts(runner: ModelRunner, texts: Tensor, counts: Sequence[int] | Tensor) -> None:
-    """Store the first `counts` tokens of each row of `texts`, `[rows, longest]`."""
+def store_texts(runner: ModelRunner, texts: Tensor, counts: Sequence[int] | Tensor) -> tuple[Tensor, ...]:
+    """Store the first `counts` tokens of each row of `texts`, `[rows, longest]`; return their hidden states."""
     spans = [Span(row, 0, int(count)) for row, count in enumerate(counts)]
-    runner.store(spans, torch.cat([texts[span.row, : span.count] for span in spans]))
+    return runner.store(spans, torch.cat([texts[span.row, : span.count] for span in spans]))
 
 
 def prompts_of(batch: SequenceBatch) -> Tensor:

@@ -19,6 +19,7 @@ from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
+from hf_dsde.decoding import target_pass
 from hf_dsde.divergence import Verdict, compare_outputs
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.cuda_graphs import CudaCapture
@@ -96,7 +97,6 @@ def released() -> Iterator[None]:
     [
         *((family, {}) for family in RECORDED),
         *((family, {"fused_layers": False}) for family in FUSED),
-        *((family, {"verification": "packed"}) for family in FUSED),
         *((family, {"runner": "eager"}) for family in FAMILIES),
     ],
     ids=str,
@@ -117,12 +117,15 @@ def test_greedy_text_equals_plain_generate_in_float32(
 @pytest.mark.parametrize("family", FUSED)
 def test_packed_passes_are_really_packed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    original = GraphRunner.forward_packed
+    original = GraphRunner._stage_packed
+    monkeypatch.setattr(target_pass, "FREE_TOKENS", 0)
     monkeypatch.setattr(
-        GraphRunner, "forward_packed", lambda self, *block: sizes.append(block[3]) or original(self, *block)
+        GraphRunner, "_stage_packed", lambda self, *block: sizes.append(block[1]) or original(self, *block)
     )
-    assert torch.equal(speculative(family, verification="packed"), plain(family))
-    assert sizes
+    for _ in range(2):  # the second call finds every pass recorded
+        assert torch.equal(speculative(family), plain(family))
+        assert sizes
+        sizes.clear()
 
 
 @pytest.mark.parametrize("agreement", [0.0, 1.0], ids=["full", "never"])
@@ -154,9 +157,14 @@ def test_draft_and_target_may_live_on_different_devices(target_device: str, draf
             assert torch.equal(text, expected)
 
 
-@pytest.mark.parametrize("settings", [{}, {"verification": "packed"}, {"runner": "eager"}], ids=str)
-def test_bfloat16_differs_from_plain_generate_at_near_ties_only(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "free_tokens"), [({}, 128), ({}, 0), ({"runner": "eager"}, 128)], ids=["padded", "packed", "eager"]
+)
+def test_bfloat16_differs_from_plain_generate_at_near_ties_only(
+    settings: dict[str, Any], free_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights as wide as a tiny model's make its logits noisy: eager passes of another shape move them by six ulps."""
+    monkeypatch.setattr(target_pass, "FREE_TOKENS", free_tokens)
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
     target = tiny_model(**shape).to(CUDA, torch.bfloat16)
     draft = noisy_copy(tiny_model(**shape).bfloat16(), 0.05).to(CUDA)

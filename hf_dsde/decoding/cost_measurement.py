@@ -34,7 +34,6 @@ class CostMemory:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # collecting garbage may reach a weak dictionary in the middle of another use
         self._pairs: PairMemory = WeakKeyDictionary()
-        self._models: WeakKeyDictionary[PreTrainedModel, dict[Hashable, CostCurve]] = WeakKeyDictionary()
 
     def of_pair(self, target: PreTrainedModel, draft: object, conditions: Hashable = None) -> CostModel | None:
         """Costs of a pair under some conditions, by default those that were learnt last; None if there are none."""
@@ -49,16 +48,6 @@ class CostMemory:
             old = known.pop(conditions, None)
             known[conditions] = new if old is None else old.merged(new)
             return known[conditions]
-
-    def of_model(self, model: PreTrainedModel, conditions: Hashable) -> CostCurve | None:
-        """Seconds of a model's pass by the number of tokens in it; None if they have not been measured."""
-        with self._lock:
-            return self._models.get(model, {}).get(conditions)
-
-    def keep(self, model: PreTrainedModel, conditions: Hashable, curve: CostCurve) -> None:
-        """Keep such seconds."""
-        with self._lock:
-            self._models.setdefault(model, {})[conditions] = curve
 
 
 _memory: ContextVar[CostMemory] = ContextVar("cost_memory", default=CostMemory())  # noqa: B039 - shared on purpose
@@ -129,19 +118,3 @@ def remember_costs(target: ModelRunner, drafter: Drafter, new: CostModel) -> Cos
 
 def _conditions(target: ModelRunner, drafter: Drafter) -> Hashable:
     return target.conditions, drafter.conditions
-
-
-def token_costs(runner: ModelRunner, longest: int) -> CostCurve:
-    """Seconds of a model's pass by the number of tokens in it, measured once per model, batch size and conditions.
-
-    Args:
-        runner: With its prompts stored.
-        longest: Tokens of the longest prompt.
-    """
-    memory, conditions = _memory.get(), (runner.rows, runner.conditions)
-    known = memory.of_model(runner.model, conditions)
-    if known is None:
-        seconds = tuple(pass_seconds(runner, width, longest) for width in MEASURED_WIDTHS)
-        known = CostCurve(tuple(runner.rows * width for width in MEASURED_WIDTHS), seconds)
-        memory.keep(runner.model, conditions, known)
-    return known

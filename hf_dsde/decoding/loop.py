@@ -82,7 +82,6 @@ class SpeculativeLoop:
         feed: TokenFeed,
     ) -> None:
         self._target = target
-        self._verification = VerificationPass(target, config)
         self._drafter = drafter
         self._sequences = sequences
         self._process = process
@@ -98,7 +97,7 @@ class SpeculativeLoop:
         self._lengths = DraftLengths(policy, drafter, sequences, self._vocabulary_size, config)
         self._policy = self._lengths.policy
         self._log = RoundLog(statistics)
-        self._ahead = RunAhead(self._verification, drafter, sequences, policy)
+        self._ahead = RunAhead(VerificationPass(target), drafter, sequences, policy)
         self._times: PhaseTimes | None = None
 
     @property
@@ -142,7 +141,6 @@ class SpeculativeLoop:
         longest = max(self._sequences.prompt_lengths)
         with self._prefill.timed():
             self._prefill.store_prompts()
-            self._verification.measure(longest)
             if Signal.COSTS in self._policy.requires:
                 self._log.costs = live_costs(self._target, self._drafter, self._config, longest)
         self._lengths.start(self._log.costs)

@@ -17,11 +17,13 @@ from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.drafter import Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.decoding.target_pass import PassResult, VerificationPass
+from hf_dsde.decoding.target_pass import VerificationPass
+from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.streams import SideStream, overlaps
 from hf_dsde.policies.base import StoppingPolicy
 
-Staged = Callable[[], PassResult]
+Staged = Callable[[], PassOutput]
 """Runs a pass that was made ready."""
 
 
@@ -46,7 +48,7 @@ class RunAhead:
         self._side = SideStream(sequences.device)
         self._draft: StagedStep | None = None
         self._plain: Staged | None = None
-        self._plain_result: PassResult | None = None
+        self._plain_result: PassOutput | None = None
         self._expected: tuple[Tensor, Staged] | None = None
 
     @property
@@ -69,11 +71,11 @@ class RunAhead:
         """Return whether the pass over these candidates was made ready."""
         return self._expected is not None and self._expected[0] is candidates.tokens
 
-    def run_target(self, candidates: CandidateBatch, plan: RoundPlan) -> PassResult:
+    def run_target(self, candidates: CandidateBatch, plan: RoundPlan) -> PassOutput:
         """Run the target over each row's last token and candidates, or take the result of the pass that was begun.
 
         Returns:
-            Logits, `[rows, width + 1, vocabulary]`, float32.
+            What it gives of `width + 1` columns.
         """
         plain, result = self._plain, self._plain_result
         staged = self._expected[1] if self._expected is not None and self.is_ready(candidates) else None
@@ -148,4 +150,4 @@ class RunAhead:
         block = torch.cat([last, tokens], dim=1)
         column = torch.arange(block.shape[1], device=block.device)
         positions = (position + column).masked_fill(column >= counts[:, None], -1)
-        return self._target.stage(block, positions, counts, host_counts, longest)
+        return self._target.stage(RowBlock(block, positions, counts=counts), host_counts, longest)

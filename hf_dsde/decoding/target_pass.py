@@ -1,41 +1,25 @@
-"""The target's pass over a round's candidates: padded to the longest row, or packed, whichever costs less.
+"""The target's pass over a round's candidates: padded to the longest row, or packed, whichever has to compute less.
 
 Padded, every row has as many columns as the longest, so one row's long draft is paid for by all. Packed, the tokens of
-all rows lie behind each other and only attention knows rows. While a pass is bound by reading weights both cost the
-same; past some hundreds of tokens arithmetic decides, and padding costs what tokens cost.
+all rows lie one after another and only attention knows rows. While a pass is bound by reading weights both cost the
+same; past some number of tokens arithmetic decides, and padding costs what tokens cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from hf_dsde.config import SpeculationConfig
-from hf_dsde.costs import CostCurve
-from hf_dsde.decoding.cost_measurement import token_costs
 from hf_dsde.execution.model_runner import ModelRunner
-from hf_dsde.execution.packing import packed_bucket
+from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.row_block import RowBlock, packed_bucket
 
-LARGE_BATCH = 32
-"""From this many rows on it is measured what tokens of a pass cost: smaller batches are bound by reading weights."""
-LEAST_GAIN = 0.03
-"""Packing has to save this share of a pass: putting tokens into place and logits back costs something as well."""
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """What a pass gives.
-
-    Attributes:
-        logits: `[rows, width, vocabulary]`, float32.
-        packed_tokens: Tokens in the pass, when it was packed; None when it was padded.
-    """
-
-    logits: Tensor
-    packed_tokens: int | None = None
+FREE_TOKENS = 128
+"""Tokens that a pass takes in while it is bound by reading weights, on devices like an H100 or H200."""
+LEAST_SAVING = 0.1
+"""Share of a padded pass that packing has to save: putting tokens into place and results back costs something."""
 
 
 class VerificationPass:
@@ -43,22 +27,10 @@ class VerificationPass:
 
     Args:
         runner: Runner of the target.
-        config: Says which form a pass takes.
     """
 
-    def __init__(self, runner: ModelRunner, config: SpeculationConfig) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._choice = config.verification
-        self._costs: CostCurve | None = None
-
-    def measure(self, longest: int) -> None:
-        """Find out what tokens cost, if that will be needed to choose. Call it when the prompts are stored.
-
-        Args:
-            longest: Tokens of the longest prompt.
-        """
-        if self._choice == "auto" and self._runner.packs and self._runner.rows >= LARGE_BATCH:
-            self._costs = token_costs(self._runner, longest)
 
     def recorded(self, width: int, longest: int) -> bool:
         """Whether blocks of this width are run by a padded pass that has been recorded, so that `stage` is cheap."""
@@ -68,38 +40,26 @@ class VerificationPass:
         """Whether passes replay recordings on `device`: these may run beside other work, since they drop no memory."""
         return self._runner.replays and self._runner.device == device
 
-    def stage(
-        self, tokens: Tensor, positions: Tensor, counts: Tensor, host_counts: Sequence[int] | None, longest: int
-    ) -> Callable[[], PassResult]:
+    def stage(self, block: RowBlock, host_counts: Sequence[int] | None, longest: int) -> Callable[[], PassOutput]:
         """Get a block ready. The function that is returned runs it; only the block staged last can be run.
 
         Args:
-            tokens: `[rows, width]`, int64, each row's tokens in its first columns.
-            positions: `[rows, width]`, int64; below 0 where there is no token.
-            counts: Tokens of each row, `[rows]`, int64.
-            host_counts: The same on the host, if it knows them; else they are fetched when a choice depends on them.
-            longest: A bound, known without asking the device, on the largest position + 1.
+            block: The candidates, each row's in its first columns, with their counts.
+            host_counts: The counts on the host, if it knows them; else they are fetched when a choice depends on them.
+            longest: A bound, known without asking the device, on the largest slot + 1.
         """
-        if self._may_pack(tokens.shape[1]):
-            total = sum(counts.tolist() if host_counts is None else host_counts)
-            size = packed_bucket(total)
-            if self._packing_pays(size, tokens.shape[1]):
-                return lambda: PassResult(self._runner.forward_packed(tokens, positions, counts, size, longest), size)
-        padded = self._runner.stage(tokens, positions, longest)
-        return lambda: PassResult(padded())
-
-    def _padded_tokens(self, width: int) -> int:
-        return len(self._runner.live_rows) * self._runner.padded_width(width)
+        if self._may_pack(block.width):
+            assert block.counts is not None
+            size = packed_bucket(sum(block.counts.tolist() if host_counts is None else host_counts))
+            if self._saves(size, block.width):
+                block = replace(block, size=size)
+        return self._runner.stage(block, longest)
 
     def _may_pack(self, width: int) -> bool:
-        """Whether packing could pay, whatever the rows' lengths."""
-        if not self._runner.packs or self._choice == "padded" or width == 1:
-            return False
-        return self._choice == "packed" or self._packing_pays(len(self._runner.live_rows), width)
+        """Whether packing could save enough, whatever the rows' lengths."""
+        return self._runner.packs and self._saves(len(self._runner.live_rows), width)
 
-    def _packing_pays(self, size: int, width: int) -> bool:
-        if self._choice == "packed":
-            return True
-        if self._costs is None:
-            return False
-        return self._costs.at(size) < (1 - LEAST_GAIN) * self._costs.at(self._padded_tokens(width))
+    def _saves(self, size: int, width: int) -> bool:
+        """Whether a packed pass of `size` tokens does with notably fewer than a padded one, beyond what is free."""
+        padded = len(self._runner.live_rows) * self._runner.padded_width(width)
+        return max(size, FREE_TOKENS) <= (1 - LEAST_SAVING) * padded

@@ -27,6 +27,8 @@ from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import pass_seconds
+from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep, Signal
@@ -103,7 +105,7 @@ class ModelDrafter(Drafter):
         self._context = compat.context_length(model)
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
-        self._staged: Callable[[], Tensor] | None = None
+        self._staged: Callable[[], PassOutput] | None = None
         self._prepared: Tensor | None = None
 
     @property
@@ -174,10 +176,10 @@ class ModelDrafter(Drafter):
         proposal = _Proposal()
         logits = self._catch_up(sequences, plan)
         ends = sequences.lengths.to(self._device)
-        following: Callable[[], Tensor] | None = None
+        following: Callable[[], PassOutput] | None = None
         for position in range(plan.width):
             if following is not None:
-                logits = self._align(following()[:, 0])
+                logits = self._align(following().logits[:, 0])
             counts = [int(position < length) for length in plan.length_counts]
             scores = self._process(logits[:, None], sequences, counts, offset=position)[:, 0]
             tokens, probs = choose(scores, self.call.do_sample)
@@ -205,13 +207,13 @@ class ModelDrafter(Drafter):
             return None
         tokens, positions = sequences.tail(2)
         positions = positions.masked_fill(~going_on[:, None], -1)
-        self._staged = self._runner.stage(self._clamp_to_vocabulary(tokens), positions, longest, keep=1)
+        self._staged = self._runner.stage(RowBlock(self._clamp_to_vocabulary(tokens), positions), longest, keep=1)
         return StagedStep(self._feed_staged, beside=self._runner.replays)
 
     def _feed_staged(self) -> None:
         staged, self._staged = self._staged, None
         assert staged is not None
-        self._prepared = self._align(staged()[:, 0])
+        self._prepared = self._align(staged().logits[:, 0])
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self,
@@ -273,15 +275,16 @@ class ModelDrafter(Drafter):
 
     def _stage(
         self, sequences: SequenceBatch, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[[], PassOutput]:
         """Get a draft step ready that feeds the tokens of the one before."""
         slots = (ends + position - 1).masked_fill(~drafting, -1)
         longest = max(sequences.length_counts) + position
-        return self._runner.stage(self._clamp_to_vocabulary(tokens[:, None]), slots[:, None], longest, keep=1)
+        return self._runner.stage(RowBlock(self._clamp_to_vocabulary(tokens[:, None]), slots[:, None]), longest, keep=1)
 
     def _last_logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Run a block; return the logits after each row's last token, `[rows, vocabulary]`."""
-        return self._align(self._runner.forward(self._clamp_to_vocabulary(tokens), positions, longest, keep=1)[:, 0])
+        block = RowBlock(self._clamp_to_vocabulary(tokens), positions)
+        return self._align(self._runner.forward(block, longest, keep=1).logits[:, 0])
 
     def _clamp_to_vocabulary(self, tokens: Tensor) -> Tensor:
         """Map ids outside the draft's vocabulary to its last id. That costs acceptance, never exactness."""

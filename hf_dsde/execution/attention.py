@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,27 +23,71 @@ MASKABLE_IMPLEMENTATIONS = ("sdpa", "eager")
 """Implementations that read an arbitrary mask, and so can serve a model that packed attention does not reproduce."""
 
 
-def visible_slots(positions: Tensor, view: int, window: int | None = None) -> Tensor:
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one kind of layer looks back.
+
+    Attributes:
+        kind: The layer type in transformers' words, such as `sliding_attention`.
+        window: Tokens a query sees, itself included; None for all.
+    """
+
+    kind: str
+    window: int | None
+
+
+def attention_kinds(model: PreTrainedModel) -> list[LayerAttention]:
+    """Return the distinct kinds of attention among the model's layers."""
+    config = model.config.get_text_config(decoder=True)
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    return [LayerAttention(kind, windows[kind]) for kind in dict.fromkeys(compat.layer_types(config))]
+
+
+def visible_slots(
+    positions: Tensor,
+    view: int,
+    window: int | None = None,
+    slots: Tensor | None = None,
+    ancestors: Tensor | None = None,
+) -> Tensor:
     """Say which cache slots each query may attend to.
 
-    A query at position p sees the slots `p - window < slot <= p`; slot == position, so this is causality and the
-    sliding window at once, whatever lies in later slots.
+    A query of a chain at position p sees the slots `p - window < slot <= p`; slot == position, so this is causality and
+    the sliding window at once, whatever lies in later slots. One of a tree sees the slots below those of the block, and
+    its ancestors.
 
     Args:
         positions: `[rows, width]`, int64. Entries below 0 are no tokens; they see slot 0, so that their softmax is
             defined, and nobody reads their output.
         view: Number of slots in view.
         window: Width of the sliding window in tokens; None for full attention.
+        slots: Of the tokens of trees, `[rows, width]`, int64; below 0 where there is no token.
+        ancestors: Which tokens of its row each token of a tree sees, as bits, `[rows, width]`, int64; None for chains.
 
     Returns:
         `[rows, 1, width, view]`, bool, True where attention is allowed.
     """
     query = positions.clamp_min(0)[:, None, :, None]
     slot = torch.arange(view, device=positions.device)
-    visible = slot <= query
+    if ancestors is not None and slots is not None:
+        visible, place = _visible_in_trees(positions, slots, ancestors, slot)
+    else:
+        visible, place = slot <= query, slot
     if window is not None:
-        visible &= slot > query - window
+        visible &= place > query - window
     return visible
+
+
+def _visible_in_trees(positions: Tensor, slots: Tensor, ancestors: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Say which slots each token of a tree sees, `[rows, 1, width, view]`, and the slots' positions."""
+    view, real = len(slot), positions >= 0
+    base = slots.masked_fill(~real, view).amin(1)[:, None, None, None]
+    bit = slot - base
+    seen = (ancestors[:, None, :, None] >> bit.clamp(0, 63)) & 1 == 1
+    visible = torch.where(real[:, None, :, None], (bit < 0) | (seen & (bit < 64)), slot == 0)
+    places = torch.arange(view + 1, device=slot.device).repeat(len(slots), 1)
+    places.scatter_(1, slots.masked_fill(~real, view), positions)
+    return visible, places[:, None, None, :view]
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_dsde.execution.row_block import RowBlock
+
 
 class BlockBuffers:
-    """Static inputs of one (width, view) bucket: tokens, positions and one mask per kind of attention.
+    """Static inputs of one (width, view) bucket: tokens, positions, slots and one mask per kind of attention.
 
-    `positions` keeps -1 where the block holds no token; `position_ids`, what the model gets, says 0 there, since a
-    model with learned positions has to look something up.
+    `positions` and `slots` keep -1 where the block holds no token; `position_ids`, what the model gets, says 0 there,
+    since a model with learned positions has to look something up. The slots of a chain are its positions.
     """
 
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+    def __init__(self, rows: int, width: int, device: torch.device, *, tree: bool = False) -> None:
         self.tokens = torch.zeros(rows, width, dtype=torch.long, device=device)
         self.positions = torch.full((rows, width), -1, dtype=torch.long, device=device)
         self.position_ids = torch.zeros(rows, width, dtype=torch.long, device=device)
+        self.slots = torch.full_like(self.positions, -1) if tree else self.positions
+        self.ancestors = torch.zeros_like(self.tokens) if tree else None
         self.masks: dict[str, Tensor] = {}
         self._last_columns: dict[int, Tensor] = {}
 
@@ -38,10 +42,18 @@ class BlockBuffers:
             self._last_columns[count] = torch.arange(width - count, width, device=device)
         return self._last_columns[count]
 
-    def fill(self, tokens: Tensor, positions: Tensor) -> None:
+    def fill(self, block: RowBlock) -> None:
         """Copy a block into the buffers, right-aligned: its last column is the bucket's last column."""
-        padding = self.tokens.shape[1] - tokens.shape[1]
-        self.tokens[:, padding:].copy_(tokens)
-        self.positions[:, :padding].fill_(-1)
-        self.positions[:, padding:].copy_(positions)
+        padding = self.tokens.shape[1] - block.width
+        self.tokens[:, padding:].copy_(block.tokens)
+        self._fill_places(self.positions, block.positions)
+        if self.ancestors is not None and block.ancestors is not None and block.slots is not None:
+            self._fill_places(self.slots, block.slots)
+            self.ancestors[:, padding:].copy_(block.ancestors)
         torch.clamp(self.positions, min=0, out=self.position_ids)
+
+    @staticmethod
+    def _fill_places(buffer: Tensor, places: Tensor) -> None:
+        padding = buffer.shape[1] - places.shape[1]
+        buffer[:, :padding].fill_(-1)
+        buffer[:, padding:].copy_(places)

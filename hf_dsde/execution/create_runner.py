@@ -43,6 +43,7 @@ def create_runner(
     options: RuntimeOptions,
     runner: str | None = None,
     recorded_widths: tuple[int, ...] | None = None,
+    hidden_layers: tuple[int, ...] = (),
 ) -> ModelRunner:
     """Return a runner for `model`: the one that is named, or else the fastest that works.
 
@@ -53,13 +54,16 @@ def create_runner(
         options: How passes are run.
         runner: `eager` or `graph`. None takes `graph` on a CUDA device and `eager` elsewhere.
         recorded_widths: Block widths that are recorded, ascending; None for the runner's own, which are fine.
+        hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
 
     Raises:
-        ValueError: If recording was asked for by name and the model is not on a CUDA device.
+        ValueError: If recording was asked for by name and the model is not on a CUDA device, or if the model lacks one
+            of the layers.
     """
+    eager = partial(EagerRunner, model, rows, capacity, options, hidden_layers=hidden_layers)
     wanted = runner or ("graph" if can_record(model.device) else "eager")
     if wanted == "eager":
-        return EagerRunner(model, rows, capacity, options)
+        return eager()
     if not can_record(model.device):
         msg = (
             f"runner: {wanted!r} replays CUDA graphs, but {type(model).__name__} is on {model.device}. Move it to a "
@@ -80,7 +84,7 @@ def create_runner(
         workspaces.release(model)  # whoever trains needs the memory
     if reason is not None:
         _warn(model, reason)
-        return EagerRunner(model, rows, capacity, options)
+        return eager()
 
     def on_failure(failure: Exception) -> None:
         reason = f"recording failed with {type(failure).__name__}: {failure}"
@@ -92,11 +96,12 @@ def create_runner(
         rows,
         capacity,
         options,
-        fused=FusedDecoder(model, ops_for(model.device), checked=True) if fused else None,
+        fused=FusedDecoder(model, ops_for(model.device), checked=True, hidden_layers=hidden_layers) if fused else None,
         key=key,
         make_capture=partial(capture_on, model.device),
         on_failure=on_failure,
         widths=recorded_widths,
+        hidden_layers=hidden_layers,
     )
 
 

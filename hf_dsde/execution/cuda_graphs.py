@@ -1,10 +1,11 @@
 """Recording a model's pass once and replaying it: CUDA graphs behind a small interface.
 
 A *body* is a function without arguments that reads static input tensors, works on the device only, and returns its
-output. Capturing runs it to warm up (kernels are compiled and chosen then), once more to record, and gives back a
-`Replay`: calling it does the same work on whatever the input tensors hold by then, and its `output` is always the same
-tensor. What a body decided on the host while it was recorded (shapes, branches) stays as it was. A replay knows
-addresses only: whoever records a body keeps every tensor alive that it reads and did not make itself.
+output, a tensor or a tuple of tensors. Capturing runs it to warm up (kernels are compiled and chosen then), once more
+to record, and gives back a `Replay`: calling it does the same work on whatever the input tensors hold by then, and its
+`output` is always the same tensors. What a body decided on the host while it was recorded (shapes, branches) stays as
+it was. A replay knows addresses only: whoever records a body keeps every tensor alive that it reads and did not make
+itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dsde.execution.torch_modes import lasting
 
-Body = Callable[[], Tensor]
+Output = TypeVar("Output")
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class RecordingCosts:
         return RecordingCosts(self.passes - other.passes, self.seconds - other.seconds, self.bytes - other.bytes)
 
 
-class Replay(Protocol):
+class Replay(Protocol[Output]):
     """Recorded work."""
 
-    output: Tensor
+    output: Output
 
     def __call__(self) -> None:
         """Do the work again; `output` then holds its result."""
@@ -67,14 +68,14 @@ class Capture(Protocol):
 
     bytes: int
 
-    def __call__(self, body: Body) -> Replay:
+    def __call__(self, body: Callable[[], Output]) -> Replay[Output]:
         """Record `body`. Raises whatever it raises, or what the device says when it cannot be recorded."""
 
 
-class CudaReplay:
-    """A CUDA graph and the tensor it writes."""
+class CudaReplay(Generic[Output]):
+    """A CUDA graph and the tensors it writes."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Output) -> None:
         self._graph = graph
         self.output = output
 
@@ -100,11 +101,11 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._replays: WeakSet[CudaReplay] = WeakSet()
+        self._replays: WeakSet[CudaReplay[Any]] = WeakSet()
         self._stream = torch.cuda.Stream(device)
         self.bytes = 0
 
-    def __call__(self, body: Body) -> Replay:
+    def __call__(self, body: Callable[[], Output]) -> Replay[Output]:
         """Record `body` on a stream of its own."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
@@ -118,7 +119,7 @@ class CudaCapture:
         self._replays.add(replay)
         return replay
 
-    def _record(self, body: Body) -> CudaReplay:
+    def _record(self, body: Callable[[], Output]) -> CudaReplay[Output]:
         """Record `body` in the current stream."""
         if not self._replays:
             self._pool = torch.cuda.graph_pool_handle()
@@ -154,7 +155,7 @@ class CudaCapture:
             graph.capture_end()
 
 
-def _warm_up(body: Body) -> None:
+def _warm_up(body: Callable[[], Any]) -> None:
     """Run a body without letting it wait for the device; once more if it does so the first time only.
 
     Launching a pass takes the host as long as replaying several, so that it is not done more often than it must.

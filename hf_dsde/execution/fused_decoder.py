@@ -12,7 +12,7 @@ out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 
 from hf_dsde.execution.fused_families import attention_windows, decoder_layers, why_not_fused
 from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.torch_modes import without_autocast
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 
 class FusedOps(Protocol):
@@ -68,7 +69,7 @@ class FusedOps(Protocol):
         q: Tensor,
         keys: Tensor,
         values: Tensor,
-        block: TokenBlock,
+        block: Block,
         scaling: float,
         window: int | None,
         reach: int,
@@ -90,6 +91,7 @@ class _Norm:
 class _Layer:
     """One decoder layer: the modules that are called, and the numbers that its own `forward` would use."""
 
+    index: int
     attention: Any
     mlp: Any
     input_norm: _Norm
@@ -100,10 +102,11 @@ class _Layer:
     window: int | None
 
     @classmethod
-    def of(cls, module: Any, window: int | None) -> _Layer:
+    def of(cls, index: int, module: Any, window: int | None) -> _Layer:
         attend = module.self_attn
         normed = hasattr(attend, "q_norm")
         return cls(
+            index=index,
             attention=attend,
             mlp=module.mlp,
             input_norm=_Norm.of(module.input_layernorm),
@@ -116,12 +119,26 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """What the tokens' positions mean: cosines and sines, `[T, D]` each, and cache slots, `[T]`, int64."""
+class _Pass:
+    """One pass: what it runs on, what the tokens' positions mean, and what it has come across.
 
+    Attributes:
+        block: T tokens.
+        cache: Where their keys and values go.
+        reach: Bound on the largest slot + 1.
+        cos: Cosines of the positions, `[T, D]`.
+        sin: Sines likewise.
+        slots: Cache slots, `[T]`, int64, the discard slot where there is no token.
+        streams: The residual stream as each layer got it, `[T, H]`, where it is wanted.
+    """
+
+    block: Block
+    cache: RaggedCache
+    reach: int
     cos: Tensor
     sin: Tensor
     slots: Tensor
+    streams: dict[int, Tensor] = field(default_factory=dict)
 
 
 class FusedDecoder:
@@ -133,12 +150,15 @@ class FusedDecoder:
         model: In evaluation, on one device.
         ops: The operations between matrix products, usually a module.
         checked: Whether `why_not_fused` has just been asked; it looks at every module.
+        hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
 
     Raises:
         ValueError: If `why_not_fused` names a reason.
     """
 
-    def __init__(self, model: PreTrainedModel, ops: FusedOps, *, checked: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, ops: FusedOps, *, checked: bool = False, hidden_layers: tuple[int, ...] = ()
+    ) -> None:
         reason = None if checked else why_not_fused(model)
         if reason is not None:
             msg = f"model: no fused pass is known for {type(model).__name__}: {reason}. Run it with the eager runner."
@@ -149,109 +169,113 @@ class FusedDecoder:
         self._rotary = body.rotary_emb
         self._final_norm = _Norm.of(body.norm)
         self._head: Any = model.lm_head
+        self._hidden_layers = hidden_layers
         windows = attention_windows(type(model).__module__, body.config)
-        self._layers = [_Layer.of(layer, window) for layer, window in zip(decoder_layers(model), windows, strict=True)]
+        pairs = zip(decoder_layers(model), windows, strict=True)
+        self._layers = [_Layer.of(index, layer, window) for index, (layer, window) in enumerate(pairs)]
 
-    def __call__(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> Tensor:
-        """Run a block, storing its keys and values in the slots that its positions name.
+    def __call__(self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None) -> PassOutput:
+        """Run a block, storing its keys and values in the slots that it names.
 
         Args:
             block: T tokens over R cache rows.
             cache: Of R rows. Layers without buffers get them, which must not happen in a pass that is recorded.
-            reach: Bound on the largest position + 1, known to the host, a multiple of 64.
-            keep: Flat indices of the tokens whose logits are wanted, int64; None for all.
+            reach: Bound on the largest slot + 1, known to the host, a multiple of 64.
+            keep: Flat indices of the tokens whose logits and hidden states are wanted, int64; None for all.
 
         Returns:
-            Logits, `[len(keep) or T, vocabulary]`, of the dtype that the head returns. Anything finite where there is
-            no token.
+            Logits, `[len(keep) or T, vocabulary]`, of the dtype that the head returns, and hidden states, `[len(keep)
+            or T, H]`. Anything finite where there is no token.
 
         Raises:
             RuntimeError: If a layer of the cache has no buffers yet and the cache does not know its rows.
         """
         with torch.no_grad(), without_autocast(block.tokens.device):
-            return self._run(block, cache, reach, keep)
+            normed, hidden = self._run(block, cache, reach, keep)
+            return PassOutput(self._head(normed), hidden)
 
-    def _run(self, block: TokenBlock, cache: RaggedCache, reach: int, keep: Tensor | None) -> Tensor:
-        stream: Tensor = self._embedding(block.tokens)
-        places = self._places(stream, block, cache)
-        stream, added = self._through(self._layers, stream, None, places, block, cache, reach)
-        assert added is not None  # a configuration without layers builds no model
-        if keep is not None:  # before the norm and the head, which nobody needs of the others
-            added, stream = added.index_select(0, keep), stream.index_select(0, keep)
-        normed, _ = self._ops.add_rms_norm(added, stream, self._final_norm.weight, self._final_norm.epsilon)
-        logits: Tensor = self._head(normed)
-        return logits
-
-    def store(self, block: TokenBlock, cache: RaggedCache, reach: int) -> None:
+    def store(self, block: Block, cache: RaggedCache, reach: int) -> tuple[Tensor, ...]:
         """Store a block's keys and values only: the last layer ends with them, and no head is run.
 
         Args:
             block: As for a call.
             cache: As for a call.
             reach: As for a call.
+
+        Returns:
+            Hidden states, `[T, H]` each; the last layer's take the rest of that layer.
         """
         *before, last = self._layers
         with torch.no_grad(), without_autocast(block.tokens.device):
-            stream: Tensor = self._embedding(block.tokens)
-            places = self._places(stream, block, cache)
-            stream, added = self._through(before, stream, None, places, block, cache, reach)
-            self._project(last, self._entered(last, stream, added)[0], places, block, cache)
+            if len(self._layers) in self._hidden_layers:
+                return self._run(block, cache, reach, None)[1]
+            stream, run = self._begun(block, cache, reach)
+            stream, added = self._through(before, stream, run)
+            self._project(last, self._entered(last, stream, added, run)[0], run)
+            return tuple(run.streams[layer] for layer in self._hidden_layers)
 
-    def _places(self, stream: Tensor, block: TokenBlock, cache: RaggedCache) -> _Places:
-        """Look up what the tokens' positions mean, in the dtype of the stream."""
+    def _run(
+        self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run all layers; return what the head gets, and the hidden states."""
+        stream, run = self._begun(block, cache, reach)
+        stream, added = self._through(self._layers, stream, run)
+        assert added is not None  # a configuration without layers builds no model
+        if keep is not None:  # before the norm and the head, which nobody needs of the others
+            added, stream = added.index_select(0, keep), stream.index_select(0, keep)
+        normed, _ = self._ops.add_rms_norm(added, stream, self._final_norm.weight, self._final_norm.epsilon)
+        kept = {
+            layer: states if keep is None else states.index_select(0, keep) for layer, states in run.streams.items()
+        }
+        kept[len(self._layers)] = normed
+        return normed, tuple(kept[layer] for layer in self._hidden_layers)
+
+    def _begun(self, block: Block, cache: RaggedCache, reach: int) -> tuple[Tensor, _Pass]:
+        """Return the embeddings, and what the tokens' positions mean in their dtype."""
+        stream: Tensor = self._embedding(block.tokens)
         cos, sin = self._rotary(stream, block.positions.clamp_min(0)[None])
-        return _Places(cos[0], sin[0], block.positions.masked_fill(block.positions < 0, cache.capacity))
+        slots = block.slots.masked_fill(block.slots < 0, cache.capacity)
+        return stream, _Pass(block, cache, reach, cos[0], sin[0], slots)
 
-    def _through(
-        self,
-        layers: Sequence[_Layer],
-        stream: Tensor,
-        added: Tensor | None,
-        places: _Places,
-        block: TokenBlock,
-        cache: RaggedCache,
-        reach: int,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _through(self, layers: Sequence[_Layer], stream: Tensor, run: _Pass) -> tuple[Tensor, Tensor | None]:
         """Run layers; return the residual stream and what the last of them adds to it, both `[T, H]`."""
+        added: Tensor | None = None
         for layer in layers:
-            normed, stream = self._entered(layer, stream, added)
-            mixed = self._attend(layer, normed, places, block, cache, reach)
+            normed, stream = self._entered(layer, stream, added, run)
+            mixed = self._attend(layer, normed, run)
             norm = layer.middle_norm
             normed, stream = self._ops.add_rms_norm(mixed, stream, norm.weight, norm.epsilon)
             added = self._products([layer.mlp.down_proj], self._gated(layer.mlp, normed))[0]
         return stream, added
 
-    def _entered(self, layer: _Layer, stream: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _entered(self, layer: _Layer, stream: Tensor, added: Tensor | None, run: _Pass) -> tuple[Tensor, Tensor]:
         """What a layer's attention gets, and the stream with what the layer in front of it added."""
         norm = layer.input_norm
         if added is None:
-            return self._ops.rms_norm(stream, norm.weight, norm.epsilon), stream
-        return self._ops.add_rms_norm(added, stream, norm.weight, norm.epsilon)
+            normed = self._ops.rms_norm(stream, norm.weight, norm.epsilon)
+        else:
+            normed, stream = self._ops.add_rms_norm(added, stream, norm.weight, norm.epsilon)
+        if layer.index in self._hidden_layers:
+            run.streams[layer.index] = stream
+        return normed, stream
 
-    def _attend(
-        self,
-        layer: _Layer,
-        normed: Tensor,
-        places: _Places,
-        block: TokenBlock,
-        cache: RaggedCache,
-        reach: int,
-    ) -> Tensor:
+    def _attend(self, layer: _Layer, normed: Tensor, run: _Pass) -> Tensor:
         """One attention sublayer, `[T, H]` to `[T, H]`."""
-        q = self._project(layer, normed, places, block, cache)
-        keys, values = _buffers(cache, layer.cache_index)
-        mixed = self._ops.ragged_attention(q, keys, values, block, layer.attention.scaling, layer.window, reach)
+        q = self._project(layer, normed, run)
+        keys, values = _buffers(run.cache, layer.cache_index)
+        scaling = layer.attention.scaling
+        mixed = self._ops.ragged_attention(q, keys, values, run.block, scaling, layer.window, run.reach)
         return self._products([layer.attention.o_proj], mixed)[0]
 
-    def _project(self, layer: _Layer, normed: Tensor, places: _Places, block: TokenBlock, cache: RaggedCache) -> Tensor:
+    def _project(self, layer: _Layer, normed: Tensor, run: _Pass) -> Tensor:
         """Return turned queries, `[T, Hq, D]`, and store keys and values."""
         module = layer.attention
         products = self._products([module.q_proj, module.k_proj, module.v_proj], normed)
         q, k, v = (product.unflatten(-1, (-1, module.head_dim)) for product in products)
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = self._head_norm(q, layer.query_norm), self._head_norm(k, layer.key_norm)
-        keys, values = _buffers(cache, layer.cache_index, k, v)
-        return self._ops.rotate_and_store(q, k, v, places.cos, places.sin, keys, values, block.rows, places.slots)
+        keys, values = _buffers(run.cache, layer.cache_index, k, v)
+        return self._ops.rotate_and_store(q, k, v, run.cos, run.sin, keys, values, run.block.rows, run.slots)
 
     def _products(self, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
         """What each of some linear modules makes of `x`, `[T, N_i]`."""

@@ -19,15 +19,16 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_dsde.execution.block_buffers import BlockBuffers
-from hf_dsde.execution.cuda_graphs import Body, Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
+from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
-from hf_dsde.execution.packing import PackedTokens
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recording_key import Key, is_compiled
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, flat_places, portions, total_count
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, workspaces
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 from hf_dsde.utils.transfers import upload
 
 PACKED_WIDTHS = (4, 8, 16, 32, 64)
@@ -52,10 +53,12 @@ class GraphRunner(EagerRunner):
         rows: As for any runner.
         capacity: As for any runner.
         options: As for any runner.
-        fused: Runs the model's layers with fewer kernels; None to record the model's own forward pass.
+        fused: Runs the model's layers with fewer kernels, and returns the same hidden states; None to record the
+            model's own forward pass.
         key: What has to be equal for what an earlier call has recorded to be used; None to record everything.
         make_capture: Called when there is no workspace to reuse; returns what records passes.
         widths: Block widths that are recorded, ascending; None for those of any runner.
+        hidden_layers: As for any runner.
         on_failure: Called with the exception of a pass that could not be recorded; the runner then goes on eagerly.
     """
 
@@ -71,8 +74,9 @@ class GraphRunner(EagerRunner):
         make_capture: Callable[[], Capture],
         on_failure: Callable[[Exception], None],
         widths: tuple[int, ...] | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), options)
+        super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), options, hidden_layers=hidden_layers)
         self._compiles = is_compiled(model)
         self._width_buckets = widths or self._width_buckets
         self._fused = fused
@@ -97,7 +101,7 @@ class GraphRunner(EagerRunner):
 
     @property
     def packs(self) -> bool:
-        """Whether `forward_packed` can be called."""
+        """As for any runner: with the fused decoder."""
         return self._fused is not None and self._recording
 
     @property
@@ -108,71 +112,75 @@ class GraphRunner(EagerRunner):
     def recorded(self, width: int, longest: int) -> bool:
         """As for any runner; of passes that keep all logits."""
         possible = self._recording and self.cache.is_allocated and longest <= self.cache.capacity
-        return possible and (*self._shape(width, None), self._reach(longest)) in self._workspace.passes
+        return (
+            possible and self._key(self._shape(width, None, tree=False), self._reach(longest)) in self._workspace.passes
+        )
 
-    def _shape(self, width: int, keep: int | None) -> tuple[Any, ...]:
-        """What tells recorded padded passes apart, beside the bound on lengths."""
+    def _key(self, shape: tuple[Any, ...], reach: int) -> tuple[Any, ...]:
+        """What a pass is recorded under."""
+        return *shape, reach, self.hidden_layers
+
+    def _shape(self, width: int, keep: int | None, *, tree: bool) -> tuple[Any, ...]:
+        """What tells recorded padded passes apart, apart from the bound on lengths."""
         bucket = self.padded_width(width)
-        return "padded", len(self._live), bucket, keep if keep == 1 else bucket
+        return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""
         if self._options.keep_memory and self._recording:
             workspaces.give_back(self.model, self._workspace)
 
-    def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
+    def stage(self, block: RowBlock, longest: int, keep: int | None = None) -> Callable[[], PassOutput]:
         """As for any runner: what is left to do is one launch, and a copy of the result."""
-        width = tokens.shape[1]
-        shape = self._shape(width, keep)
+        if block.size is not None and self.packs and self.cache.is_allocated:
+            return self._stage_packed(block, block.size, longest)
+        shape = self._shape(block.width, keep, tree=block.is_tree)
         entry = self._entry(shape, longest) if self._recording and self.cache.is_allocated else None
         if entry is None:
-            return super().stage(tokens, positions, longest, keep)
-        entry.buffers.fill(self._of_live_rows(tokens), self._of_live_rows(positions))
+            return super().stage(block, longest, keep)
+        entry.buffers.fill(block.map(self._of_live_rows))
         if entry.block is not None and entry.choice != self._choices:
             self._place(entry.block)
             entry.choice = self._choices
         live = self._live_index  # rows may leave before the block is run
 
-        def run() -> Tensor:
+        def run() -> PassOutput:
             entry.replay()
-            logits = entry.replay.output[:, -(keep or width) :]
-            return self._of_everyone(logits.to(torch.float32, copy=True), live)
+            return self._shown(entry.replay.output, keep or block.width, live, copied=True)
 
         return run
 
-    def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
-        """As for any runner; `packs` says whether it can."""
-        if not self.packs:
-            return super().forward_packed(tokens, positions, counts, size, longest)
-        packed = PackedTokens.of(tokens.to(self.device), positions.to(self.device), counts.to(self.device), size)
-        widest = next_bucket(tokens.shape[1], PACKED_WIDTHS)
-        entry = self._entry(("packed", size, widest), longest)
+    def _stage_packed(self, block: RowBlock, size: int, longest: int) -> Callable[[], PassOutput]:
+        """Get a block ready for a pass over `size` tokens, without the padding between rows."""
+        shape = ("packed", size, next_bucket(block.width, PACKED_WIDTHS), block.is_tree)
+        entry = self._entry(shape, longest)
         if entry is None:
-            return self.forward(tokens, positions, longest)
+            return super().stage(block, longest)
         assert entry.block is not None
-        for name in ("tokens", "rows", "positions", "starts", "counts"):
-            getattr(entry.block, name).copy_(getattr(packed, name))
-        entry.replay()
-        return entry.replay.output[packed.unpacked].float()
+        packed, places = block.map(lambda tensor: tensor.to(self.device)).packed()
+        entry.block.copy_(packed)
 
-    def _store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+        def run() -> PassOutput:
+            entry.replay()
+            output = entry.replay.output.map(lambda states: states[places])
+            return self._shown(output, block.width, None)._replace(packed_tokens=size)
+
+        return run
+
+    def _store(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
         """As for any runner; by flat passes when the fused decoder runs."""
-        taken = 0
-        for part in portions(spans, self._options.prefill_chunk):
-            count = total_count(part)
-            if not self.packs:
-                super()._store(part, tokens[taken : taken + count])
-            else:
-                self._store_flat(part, tokens[taken : taken + count])
-            taken += count
+        parts = portions(spans, self._options.prefill_chunk)
+        hidden = []
+        for part, its_tokens in zip(parts, tokens.split(list(map(total_count, parts))), strict=True):
+            hidden.append(self._store_flat(part, its_tokens) if self.packs else super()._store(part, its_tokens))
+        return hidden[0] if len(hidden) == 1 else tuple(torch.cat(states) for states in zip(*hidden, strict=True))
 
-    def _store_flat(self, spans: Sequence[Span], tokens: Tensor) -> None:
+    def _store_flat(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
         """Store what fits into one pass; a recorded one if launches would take longer than the device."""
         longest = max(span.end for span in spans)
         try:
             if len(tokens) > self._tuning.stored_sizes[-1]:
-                self._store_eagerly(spans, tokens, longest)
-                return
+                return self._store_eagerly(spans, tokens, longest)
             if not self.cache.is_allocated:
                 self._allocate()
         except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
@@ -181,21 +189,18 @@ class GraphRunner(EagerRunner):
             self._entry(("store", next_bucket(len(tokens), self._tuning.stored_sizes)), longest) if self.packs else None
         )
         if entry is None:
-            super()._store(spans, tokens)
-            return
+            return super()._store(spans, tokens)
         assert entry.block is not None
-        for name, values in self._flat_block(spans, tokens, entry.block.max_count).items():
-            getattr(entry.block, name).copy_(values)
+        entry.block.copy_(self._flat_block(spans, tokens, len(entry.block.tokens)))
         entry.replay()
+        return tuple(states[: len(tokens)].clone() for states in entry.replay.output.hidden)
 
-    def _store_eagerly(self, spans: Sequence[Span], tokens: Tensor, longest: int) -> None:
+    def _store_eagerly(self, spans: Sequence[Span], tokens: Tensor, longest: int) -> tuple[Tensor, ...]:
         """Store tokens by the fused layers, launched one by one."""
         self._make_room(longest)
         assert self._fused is not None
-        whole_row = spans[0].row if len(spans) == 1 and spans[0].start == 0 else None
-        tensors = self._flat_block(spans, tokens, len(tokens))
-        block = TokenBlock(**tensors, max_count=max(span.count for span in spans), whole_row=whole_row)
-        self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
+        block = self._flat_block(spans, tokens, len(tokens))
+        return self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
 
     def _allocate(self) -> None:
         """Give the cache its buffers, by a pass over no token: only the model knows what it stores."""
@@ -203,8 +208,8 @@ class GraphRunner(EagerRunner):
         block = self._fused_block(1, 1, BlockBuffers(1, 1, self.device))
         self._fused.store(block, self.cache, MIN_REACH)
 
-    def _flat_block(self, spans: Sequence[Span], tokens: Tensor, size: int) -> dict[str, Tensor]:
-        """Return the tensors of a `TokenBlock` of `size` tokens, those of the spans first."""
+    def _flat_block(self, spans: Sequence[Span], tokens: Tensor, size: int) -> Block:
+        """Return a block of `size` tokens, those of the spans first."""
         rows, positions = flat_places(spans)
         padding = size - len(tokens)
         places = torch.stack([pad(rows, (0, padding), value=spans[0].row), pad(positions, (0, padding), value=-1)])
@@ -215,13 +220,15 @@ class GraphRunner(EagerRunner):
             first += span.count
         rows, positions = upload(places, self.device)
         begins = upload(torch.tensor([starts, counts], dtype=torch.int32), self.device)
-        return {
-            "tokens": pad(tokens, (0, padding)),
-            "rows": rows,
-            "positions": positions,
-            "starts": begins[0],
-            "counts": begins[1],
-        }
+        return Block(
+            tokens=pad(tokens, (0, padding)),
+            rows=rows,
+            positions=positions,
+            starts=begins[0],
+            counts=begins[1],
+            max_count=max(span.count for span in spans),
+            whole_row=spans[0].row if len(spans) == 1 and spans[0].start == 0 else None,
+        )
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """As for any runner, when the fused decoder runs: rows stay where they are in the cache.
@@ -244,7 +251,7 @@ class GraphRunner(EagerRunner):
         self._make_room(longest)
         reach = self._reach(longest)
         try:
-            return self._workspace.passes.get((*shape, reach), lambda: self._record(shape, reach))
+            return self._workspace.passes.get(self._key(shape, reach), lambda: self._record(shape, reach))
         except Exception as failure:  # noqa: BLE001 - whatever a model's code or the device has against recording
             self._give_up(failure)
             return None
@@ -271,11 +278,11 @@ class GraphRunner(EagerRunner):
 
     def _record(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
         if shape[0] == "packed":
-            return self._record_packed(shape[1], shape[2], reach)
+            return self._record_packed(shape, reach)
         if shape[0] == "store":
             return self._record_store(shape[1], reach)
-        _, rows, width, kept = shape
-        buffers = BlockBuffers(rows, width, self.device)
+        _, rows, width, kept, tree = shape
+        buffers = BlockBuffers(rows, width, self.device, tree=tree)
         if self._fused is None:
             body = self._own_forward(buffers, reach, kept)
             if self._compiles:  # which may wait for the device as often as it likes
@@ -286,11 +293,12 @@ class GraphRunner(EagerRunner):
         columns = torch.arange(rows * width, device=self.device).view(rows, width)
         keep = None if kept == width else columns[:, -kept:].flatten()
         forward = self._fused_forward(block, reach, keep)
-        replay = self._workspace.capture(lambda: forward().view(rows, kept, -1))
+        replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
         return RecordedPass(replay, buffers, block, keep, self._choices)
 
-    def _record_packed(self, size: int, widest: int, reach: int) -> RecordedPass:
-        buffers = BlockBuffers(1, size, self.device)
+    def _record_packed(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
+        _, size, widest, tree = shape
+        buffers = BlockBuffers(1, size, self.device, tree=tree)
         block = self._fused_block(size, widest, buffers)
         return RecordedPass(self._workspace.capture(self._fused_forward(block, reach, None)), buffers, block)
 
@@ -299,43 +307,44 @@ class GraphRunner(EagerRunner):
         assert fused is not None
         block = self._fused_block(size, size, buffers)
 
-        def body() -> Tensor:
-            fused.store(block, cache, reach)
-            return block.tokens  # a recording has to have a result
+        def body() -> PassOutput:
+            return PassOutput(block.tokens[:0], fused.store(block, cache, reach))
 
         return RecordedPass(self._workspace.capture(body), buffers, block)
 
-    def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> TokenBlock:
-        return TokenBlock(
+    def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> Block:
+        return Block(
             tokens=buffers.tokens.view(-1),
             rows=torch.zeros(size, dtype=torch.long, device=self.device),
             positions=buffers.positions.view(-1),
             starts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
             counts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
             max_count=widest,
+            slots=buffers.slots.view(-1),
+            ancestors=None if buffers.ancestors is None else buffers.ancestors.view(-1),
         )
 
-    def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Body:
+    def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Callable[[], PassOutput]:
         """Return the model's own forward pass, with the masks that it needs."""
 
-        def body() -> Tensor:
+        def body() -> PassOutput:
             # Weights that autocast has cast for whoever called may be gone when this is replayed.
             torch.clear_autocast_cache()
             buffers.masks.clear()
             self._fill_masks(buffers, view)
-            self.cache.aim(buffers.positions, view)
-            logits = self._execute(buffers, kept)
+            self.cache.aim(buffers.slots, view)
+            output = self._execute(buffers, kept)
             torch.clear_autocast_cache()
-            return logits
+            return output
 
         return body
 
-    def _fused_forward(self, block: TokenBlock, reach: int, keep: Tensor | None) -> Body:
+    def _fused_forward(self, block: Block, reach: int, keep: Tensor | None) -> Callable[[], PassOutput]:
         fused, cache = self._fused, self.cache
         assert fused is not None
         return lambda: fused(block, cache, reach, keep)
 
-    def _place(self, block: TokenBlock) -> None:
+    def _place(self, block: Block) -> None:
         """Write into a padded block where the rows that are still in have their tokens."""
         width = block.max_count
         block.rows.copy_(self._live.repeat_interleave(width))

@@ -1,6 +1,7 @@
 """A key-value cache whose rows advance independently: slot index == token position.
 
-Token t of a row lives in slot t of that row. A block of new tokens names the slot of each of its tokens; whatever is
+Token t of a row lives in slot t of that row; only the candidates of a tree, several of which may have one position, lie
+one after another until some of them are text. A block of new tokens names the slot of each of its tokens; whatever is
 no token (padding of the block) goes to one extra slot at the end, which no view ever shows. There is no rollback:
 a rejected draft token stays in its slot, beyond the row's length, where the attention mask hides it until the next
 write replaces it.
@@ -172,12 +173,12 @@ class RaggedCache(Cache):
         for layer in self.ragged_layers:
             layer.clear()
 
-    def aim(self, positions: Tensor, view: int, rows: Tensor | None = None) -> None:
+    def aim(self, slots: Tensor, view: int, rows: Tensor | None = None) -> None:
         """Direct the next block.
 
         Args:
-            positions: Position of each token, `[rows, width]`, int64; below 0 where the block holds no token.
-            view: Slots that the block's queries may look at; at least the largest position + 1.
+            slots: Slot of each token, `[rows, width]`, int64; below 0 where the block holds no token.
+            view: Slots that the block's queries may look at; at least the largest of them + 1.
             rows: The cache rows that the block's rows are, `[rows]`, int64, each once; None for all, in order.
 
         Raises:
@@ -186,7 +187,7 @@ class RaggedCache(Cache):
         if view > self.plan.capacity:
             msg = f"view: {view} slots asked for, but the cache holds {self.plan.capacity}; call reserve({view}) first."
             raise ValueError(msg)
-        self.plan.aim(positions.masked_fill(positions < 0, self.plan.capacity), view, rows)
+        self.plan.aim(slots.masked_fill(slots < 0, self.plan.capacity), view, rows)
 
     def reserve(self, slots: int) -> bool:
         """Make room for `slots` tokens per row, growing geometrically when there is not enough.

@@ -1,9 +1,9 @@
 """One model over its ragged cache: the only place where a model is called.
 
-A block of tokens enters as two tensors, `tokens` and `positions`, of shape `[rows, width]`. The runner rounds the width
-and the part of the cache in view up to buckets, fills static input buffers of that shape, and executes the model on
-them. Everything that varies from call to call is in the buffers' contents; shapes come from a small set, and nothing
-branches on a tensor: what `graph_runner` needs to record a pass once and replay it.
+A block of tokens enters as a `RowBlock`, `[rows, width]`. The runner rounds the width and the part of the cache in view
+up to buckets, fills static input buffers of that shape, and executes the model on them. Everything that varies from
+call to call is in the buffers' contents; shapes come from a small set, and nothing branches on a tensor: what
+`graph_runner` needs to record a pass once and replay it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
@@ -28,6 +28,8 @@ from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.pass_output import PassOutput, checked_layers
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, similar_counts
 from hf_dsde.execution.torch_modes import Autocast
 from hf_dsde.utils.transfers import upload
@@ -54,26 +56,6 @@ def next_multiple(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-@dataclass(frozen=True)
-class LayerAttention:
-    """How one kind of layer looks back.
-
-    Attributes:
-        kind: The layer type in transformers' words, such as `sliding_attention`.
-        window: Tokens a query sees, itself included; None for all.
-    """
-
-    kind: str
-    window: int | None
-
-
-def attention_kinds(model: PreTrainedModel) -> list[LayerAttention]:
-    """Return the distinct kinds of attention among the model's layers."""
-    config = model.config.get_text_config(decoder=True)
-    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
-    return [LayerAttention(kind, windows[kind]) for kind in dict.fromkeys(compat.layer_types(config))]
-
-
 def single_device(model: PreTrainedModel) -> torch.device | None:
     """Return the device of all parameters; None when there are several, or weights are offloaded."""
     devices = {parameter.device for parameter in model.parameters()}
@@ -89,10 +71,23 @@ class ModelRunner(ABC):
         rows: Number of sequences.
         capacity: Tokens per row the cache shall hold to begin with.
         options: How passes are run.
+        hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
+
+    Raises:
+        ValueError: If the model has no such layer.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int, capacity: int, options: RuntimeOptions) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        capacity: int,
+        options: RuntimeOptions,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> None:
         self.model = model
+        self.hidden_layers = checked_layers(model, hidden_layers)
         self.rows = rows
         self.live_rows = list(range(rows))
         self._live_index: Tensor | None = None
@@ -106,10 +101,10 @@ class ModelRunner(ABC):
         self._options = options
         self._tuning = tuning_of(self.device)
         self._width_buckets: tuple[int, ...] = WIDTH_BUCKETS
-        self._kinds = attention_kinds(model)
+        self._kinds = attention.attention_kinds(model)
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
-        self._buffers: dict[int, BlockBuffers] = {}
+        self._buffers: dict[tuple[int, bool], BlockBuffers] = {}
         self._single_device = single_device(model)
         self._autocast = Autocast.on(self.device)
 
@@ -120,7 +115,7 @@ class ModelRunner(ABC):
 
     @property
     def packs(self) -> bool:
-        """Whether `forward_packed` can be called."""
+        """Whether blocks that say so are run packed."""
         return False
 
     @property
@@ -135,7 +130,7 @@ class ModelRunner(ABC):
         return *how, self.model.dtype, self.device, self._autocast
 
     def recorded(self, width: int, longest: int) -> bool:  # noqa: ARG002 - nothing is, by default
-        """Whether a block of this width, arguments as in `stage`, is replayed from a recording that exists already."""
+        """Whether a padded block of chains of this width is replayed from a recording that exists already."""
         return False
 
     def padded_width(self, width: int) -> int:
@@ -151,66 +146,56 @@ class ModelRunner(ABC):
         with attention.packed_attention(self.model):
             yield
 
-    def stage(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Callable[[], Tensor]:
+    def stage(self, block: RowBlock, longest: int, keep: int | None = None) -> Callable[[], PassOutput]:
         """Get a block ready. The function that is returned runs it and gives what `forward` would have given.
 
         What comes in between may be the host's waiting for an answer. Only the block staged last can be run.
         """
-        return lambda: self._run(tokens, positions, longest, keep)
+        return lambda: self._run(block, longest, keep)
 
-    def forward(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None = None) -> Tensor:
-        """Run a block, storing its keys and values in the slots named by `positions`.
+    def forward(self, block: RowBlock, longest: int, keep: int | None = None) -> PassOutput:
+        """Run a block, storing its keys and values in the slots that it names.
 
         Args:
-            tokens: `[rows, width]`, int64; anything where `positions` is below 0.
-            positions: Position of each token in its row, `[rows, width]`, int64; below 0 where there is no token.
-            longest: A bound, known without asking the device, on the largest position + 1.
-            keep: Return the logits of the last `keep` columns only; None for all.
+            block: A line for each row of the batch.
+            longest: A bound, known without asking the device, on the largest slot + 1.
+            keep: Return what the last `keep` columns give only; None for all.
 
         Returns:
-            Logits, `[rows, keep or width, vocabulary]`, float32, on the model's output device. Columns without a token
-            hold anything finite, and so do rows that were left out.
+            Logits, `[rows, keep or width, vocabulary]`, and hidden states, `[rows, keep or width, H]`, on the model's
+            output device. Columns without a token hold anything finite, and so do rows that were left out.
         """
-        return self.stage(tokens, positions, longest, keep)()
+        return self.stage(block, longest, keep)()
 
-    def _run(self, tokens: Tensor, positions: Tensor, longest: int, keep: int | None) -> Tensor:
-        """Run a block eagerly."""
-        width = tokens.shape[1]
-        buffers = self._buffers_for(self.padded_width(width))
-        tokens, positions = self._of_live_rows(tokens), self._of_live_rows(positions)
-        self._fill(buffers, tokens, positions, longest)
-        logits = self._execute(buffers, keep or width)[:, -(keep or width) :]
-        return self._of_everyone(logits.float(), self._live_index)
+    def _run(self, block: RowBlock, longest: int, keep: int | None) -> PassOutput:
+        """Run a block eagerly, and padded."""
+        columns = keep or block.width
+        buffers = self._buffers_for(self.padded_width(block.width), block.is_tree)
+        self._fill(buffers, block.map(self._of_live_rows), longest)
+        return self._shown(self._execute(buffers, columns), columns, self._live_index)
 
-    def _fill(
-        self, buffers: BlockBuffers, tokens: Tensor, positions: Tensor, longest: int, places: Tensor | None = None
-    ) -> None:
+    def _shown(self, output: PassOutput, columns: int, live: Tensor | None, *, copied: bool = False) -> PassOutput:
+        """Return what the last columns of a pass over the rows `live` gave, for all rows.
+
+        Args:
+            output: Of the pass.
+            columns: How many.
+            live: The rows, `[live]`, int64; None for all.
+            copied: Whether the pass will write over its output.
+        """
+        logits = output.logits[:, -columns:].to(torch.float32, copy=copied)
+        hidden = tuple(states[:, -columns:].to(states.dtype, copy=copied) for states in output.hidden)
+        return PassOutput(logits, hidden).map(lambda states: self._of_everyone(states, live))
+
+    def _fill(self, buffers: BlockBuffers, block: RowBlock, longest: int, places: Tensor | None = None) -> None:
         """Get a block ready for an eager pass in the cache rows `places`, or in all."""
         view = next_multiple(longest, self._options.view_bucket)
         self._reserve(view)
-        buffers.fill(tokens, positions)
+        buffers.fill(block)
         self._fill_masks(buffers, view)
-        self.cache.aim(buffers.positions, view, places)
+        self.cache.aim(buffers.slots, view, places)
 
-    def forward_packed(self, tokens: Tensor, positions: Tensor, counts: Tensor, size: int, longest: int) -> Tensor:
-        """Run the tokens of a padded block without the padding between the rows.
-
-        Args:
-            tokens: `[rows, width]`, int64, each row's tokens in its first columns.
-            positions: `[rows, width]`, int64.
-            counts: Tokens of each row, `[rows]`, int64, 0 to width.
-            size: Tokens in the pass, at least the sum of `counts`.
-            longest: A bound, known without asking the device, on the largest position + 1.
-
-        Returns:
-            Logits, `[rows, width, vocabulary]`, float32. Columns without a token hold anything finite.
-
-        Raises:
-            NotImplementedError: Unless `packs`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} runs rows, not packed tokens.")
-
-    def store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+    def store(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
         """Store tokens whose logits nobody wants, such as prompts: `prefill_chunk` at a time, of all rows together.
 
         Args:
@@ -218,17 +203,22 @@ class ModelRunner(ABC):
                 front of it is stored already.
             tokens: Tokens of all spans, one span after another, `[sum of counts]`, int64.
 
+        Returns:
+            Hidden states of these tokens, `[sum of counts, H]` for each layer that was asked for.
+
         Raises:
             torch.OutOfMemoryError: If the device has no room for the cache; nothing has been done then.
         """
         spans = [span for span in spans if span.count]
         if not spans:
-            return
+            width = self.model.config.get_text_config(decoder=True).hidden_size
+            nothing = torch.empty(0, width, dtype=self.model.dtype, device=self.device)
+            return tuple(nothing for _ in self.hidden_layers)
         if not self.cache.is_allocated:
             check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
-        self._store(spans, tokens.to(self.device))
+        return self._store(spans, tokens.to(self.device))
 
-    def _store(self, spans: Sequence[Span], tokens: Tensor) -> None:
+    def _store(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
         """Store tokens by passes over rows of about the same length, padded to the longest."""
         counts = [span.count for span in spans]
         entries = list(zip(spans, accumulate(counts, initial=0), strict=False))
@@ -240,14 +230,23 @@ class ModelRunner(ABC):
             present = {span.row for span in spans}
             absent = [(Span(row, 0, 0), 0) for row in self.live_rows if row not in present]
             groups = [sorted([*entries, *absent], key=lambda entry: entry[0].row)]
+        hidden: list[Tensor] = []
         for group in groups:
-            self._store_group(group, tokens)
+            self._store_group(group, pad(tokens, (0, 1)), hidden)
+        return tuple(states[:-1] for states in hidden)
 
-    def _store_group(self, group: Sequence[tuple[Span, int]], tokens: Tensor) -> None:
-        """Store spans, each with the index of its first token, by passes over their rows."""
-        places = [self.live_rows.index(span.row) for span, _ in group]
+    def _store_group(self, group: Sequence[tuple[Span, int]], tokens: Tensor, hidden: list[Tensor]) -> None:
+        """Store spans by passes over their rows.
+
+        Args:
+            group: The spans, each with the index of its first token.
+            tokens: Of all spans, and another in the place that columns without a token are sent to.
+            hidden: Gets the hidden states of all `tokens`, `[len(tokens), H]` each, if there are none in it yet; those
+                of the group are written there.
+        """
+        rows = [self.live_rows.index(span.row) for span, _ in group]
         # All rows in their order are the cache as it is; others have to be copied out of it in every layer.
-        chosen = None if places == list(range(len(self.live_rows))) else upload(places, self.device)
+        chosen = None if rows == list(range(len(self.live_rows))) else upload(rows, self.device)
         counts, starts, offsets = torch.tensor([(span.count, span.start, first) for span, first in group]).T[..., None]
         step = max(1, min(PADDED_COLUMNS, self._options.prefill_chunk // len(group)))
         widest = int(counts.max())
@@ -255,10 +254,14 @@ class ModelRunner(ABC):
             column = torch.arange(first, min(first + step, widest))
             real = column < counts
             positions = (starts + column).masked_fill(~real, -1)
-            block, slots = upload(torch.stack([(offsets + column).masked_fill(~real, 0), positions]), self.device)
+            places = (offsets + column).masked_fill(~real, len(tokens) - 1)
+            block, slots = upload(torch.stack([places, positions]), self.device)
             buffers = BlockBuffers(len(group), self.padded_width(len(column)), self.device)
-            self._fill(buffers, tokens[block], slots, int(positions.max()) + 1, chosen)
-            self._execute(buffers, 0)
+            self._fill(buffers, RowBlock(tokens[block], slots), int(positions.max()) + 1, chosen)
+            found = [states[:, -len(column) :] for states in self._execute(buffers, 0).hidden]
+            hidden += [states.new_empty(len(tokens), states.shape[-1]) for states in found[len(hidden) :]]
+            for everything, states in zip(hidden, found, strict=True):
+                everything[block.to(states.device)] = states
 
     def finish(self) -> None:  # noqa: B027 - only some runners keep something
         """Give back what later calls can use: this one is done."""
@@ -280,11 +283,11 @@ class ModelRunner(ABC):
         per_row = per_row.to(self.device)
         return per_row if self._live_index is None else per_row[self._live_index]
 
-    def _of_everyone(self, logits: Tensor, live: Tensor | None) -> Tensor:
-        """Give the rows that were left out, all but `live`, logits as well: zeros."""
+    def _of_everyone(self, per_row: Tensor, live: Tensor | None) -> Tensor:
+        """Give the rows that were left out, all but `live`, an entry as well: zeros."""
         if live is None:
-            return logits
-        return logits.new_zeros(self.rows, *logits.shape[1:]).index_copy_(0, live, logits)
+            return per_row
+        return per_row.new_zeros(self.rows, *per_row.shape[1:]).index_copy_(0, live, per_row)
 
     def _reserve(self, slots: int) -> bool:
         """Make room in the cache, if there is room for it; return whether its buffers have moved."""
@@ -292,15 +295,15 @@ class ModelRunner(ABC):
             check_cache_fits(self.model, self.rows, slots)
         return self.cache.reserve(slots)
 
-    def _buffers_for(self, width: int) -> BlockBuffers:
-        if width not in self._buffers:
-            self._buffers[width] = BlockBuffers(len(self.live_rows), width, self.device)
-        return self._buffers[width]
+    def _buffers_for(self, width: int, tree: bool) -> BlockBuffers:
+        if (width, tree) not in self._buffers:
+            self._buffers[width, tree] = BlockBuffers(len(self.live_rows), width, self.device, tree=tree)
+        return self._buffers[width, tree]
 
     def _fill_masks(self, buffers: BlockBuffers, view: int) -> None:
         """Write the masks of the buffered block; they keep their storage as long as the view keeps its bucket."""
         for kind in self._kinds:
-            visible = attention.visible_slots(buffers.positions, view, kind.window)
+            visible = attention.visible_slots(buffers.positions, view, kind.window, buffers.slots, buffers.ancestors)
             mask = self._mask(visible)
             held = buffers.masks.get(kind.kind)
             if held is not None and held.shape == mask.shape:
@@ -317,21 +320,23 @@ class ModelRunner(ABC):
         return visible
 
     @abstractmethod
-    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
-        """Run the model on the buffers; return the logits of at least the last `keep` columns, in its own dtype.
+    def _execute(self, buffers: BlockBuffers, keep: int) -> PassOutput:
+        """Run the model on the buffers; return at least the last `keep` columns, logits in its own dtype.
 
-        With `keep` 0 no head is run, where the model can do without.
+        Hidden states are those of all columns. With `keep` 0 no head is run, where the model can do without.
         """
 
 
 class EagerRunner(ModelRunner):
     """Calls the model's `forward` for every block."""
 
-    def _execute(self, buffers: BlockBuffers, keep: int) -> Tensor:
+    def _execute(self, buffers: BlockBuffers, keep: int) -> PassOutput:
         masks = buffers.masks
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
             arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
+        if self.hidden_layers:
+            arguments["output_hidden_states"] = compat.hidden_states_argument(self.hidden_layers)
         with self._autocast.held():  # the cache has the dtype that the first pass had
             output = self.model(
                 input_ids=buffers.tokens,
@@ -341,8 +346,7 @@ class EagerRunner(ModelRunner):
                 return_dict=True,
                 **arguments,
             )
-        logits: Tensor = output.logits
-        return logits
+        return PassOutput(output.logits, tuple(output.hidden_states[layer] for layer in self.hidden_layers))
 
 
 def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
@@ -363,7 +367,7 @@ def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
 
     def timed() -> float:
         started = time.perf_counter()
-        runner.forward(tokens, positions, longest - 1 + width)
+        runner.forward(RowBlock(tokens, positions), longest - 1 + width)
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
         return time.perf_counter() - started

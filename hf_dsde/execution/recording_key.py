@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hf_dsde import compat
 from hf_dsde.execution.torch_modes import Autocast
 
 KNOWN_PACKAGES = frozenset({"torch", "transformers", "peft"})
@@ -25,7 +26,7 @@ KNOWN_PACKAGES = frozenset({"torch", "transformers", "peft"})
 KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate"}
 """Their functions may take the place of a module's `forward`, and call only what they were made with."""
 
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"} | {compat.CAPTURE_MARK}
 """Attributes that every module has, and which are looked at otherwise or say nothing about its arithmetic."""
 _NUMBERS_AND_NAMES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}

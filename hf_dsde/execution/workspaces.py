@@ -17,9 +17,10 @@ from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, Replay
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recording_key import Key, recording_key
 from hf_dsde.execution.torch_modes import lasting
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 KEPT_WORKSPACES = 2
 """Workspaces of a model that are kept between calls: a model may be target and draft at once."""
@@ -37,9 +38,9 @@ class RecordedPass:
         choice: Number of the choice of rows that a padded `block` holds now.
     """
 
-    replay: Replay
+    replay: Replay[PassOutput]
     buffers: BlockBuffers
-    block: TokenBlock | None = None
+    block: Block | None = None
     keep: Tensor | None = None
     choice: int = 0
 
@@ -61,7 +62,7 @@ class Workspace:
     cache: RaggedCache
     passes: CapturedPasses[RecordedPass]
     capture: Capture
-    anchor: Replay | None = None
+    anchor: Replay[Tensor] | None = None
 
     @property
     def costs(self) -> RecordingCosts:

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_dsde.kernels.attention_plan import FEWEST_SLOTS, LaunchPlan, plan_launch
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 from hf_dsde.kernels.chaining import await_inputs, chaining
 from hf_dsde.kernels.launching import on_its_device, shared_memory
+from hf_dsde.kernels.trees import begin_of_tree, visible_in_tree
 from hf_dsde.utils.tuning import tuning_of
 
 UNSEEN = tl.constexpr(-1e30)
@@ -72,6 +73,9 @@ def _fill_padding(
 def _attend(
     queries: tl.tensor,
     position: tl.tensor,
+    ancestors: tl.tensor,
+    base: int,
+    positions: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     begin: int,
@@ -87,10 +91,12 @@ def _attend(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     precision: tl.constexpr,
+    tree: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Let queries look at the slots from `begin` to before `end`; return sums of values, maxima, sums of weights.
 
-    Scores are binary logarithms: `log_scale` is the scaling times log2(e).
+    Scores are binary logarithms: `log_scale` is the scaling times log2(e). `ancestors`, `base` and `positions`, as
+    `visible_in_tree` takes them, matter to a `tree` only.
     """
     column, value_column = tl.arange(0, block_dim)[None, :], tl.arange(0, block_value)[None, :]
     largest = tl.full((block_m,), UNSEEN, tl.float32)
@@ -107,10 +113,13 @@ def _attend(
             value_present = value_present & (value_column < value_dim)
         key = tl.load(keys + slot[:, None] * k_slot + column, mask=key_present, other=0.0)
         score = tl.dot(queries, tl.trans(key), input_precision=precision) * log_scale
-        visible = (slot[None, :] <= position[:, None]) & (slot[None, :] < end)
-        if window > 0:
-            visible = visible & (slot[None, :] > position[:, None] - window)
-        score = tl.where(visible, score, float("-inf"))
+        if tree:
+            visible = visible_in_tree(position, ancestors, slot, base, positions, end, window)
+        else:
+            visible = slot[None, :] <= position[:, None]
+            if window > 0:
+                visible = visible & (slot[None, :] > position[:, None] - window)
+        score = tl.where(visible & (slot[None, :] < end), score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, axis=1))
         share = tl.exp2(score - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
@@ -132,6 +141,8 @@ def _attention_kernel(
     positions: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
+    slots: tl.tensor,
+    ancestors: tl.tensor,
     total: int,
     query_blocks: int,
     splits: int,
@@ -155,12 +166,14 @@ def _attention_kernel(
     divided: tl.constexpr,
     fewest: tl.constexpr,
     precision: tl.constexpr,
+    tree_columns: tl.constexpr,
     chained: tl.constexpr,
 ) -> None:
     """One block of queries, one key-value head, one cache row, one part of its slots.
 
     Unless `divided`, `out` is the result. Otherwise `out` and `logsums` are partial results, `[T, Hq, splits, Dv]` and
-    `[T, Hq, splits]`: means of values, and logarithms of the sums of weights, to base 2.
+    `[T, Hq, splits]`: means of values, and logarithms of the sums of weights, to base 2. `tree_columns` bounds a row's
+    tokens where they are trees, and is 0 where they are chains, whose slots and ancestors are not looked at.
     """
     await_inputs(chained)
     query_block = tl.program_id(0) % query_blocks
@@ -188,10 +201,14 @@ def _attention_kernel(
     real = position >= 0
     head = kv_head * group + lane % group
 
-    first = 0
+    first, base, lead, seen = 0, 0, 0, position
     if window > 0:
         earliest = tl.min(tl.where(real, position, last), axis=0) - window + 1
         first = tl.maximum(earliest, 0) // block_n * block_n
+    if tree_columns > 0:  # a slot is never below its token's position
+        base, lead = begin_of_tree(positions + start, slots + start, count, tree_columns)
+        seen = tl.load(ancestors + token, mask=real, other=0)
+        last = tl.max(tl.load(slots + token, mask=real, other=-1).to(tl.int32), axis=0)
     share = tl.cdiv(tl.cdiv(last + 1 - first, splits), block_n) * block_n
     begin = first + split * tl.maximum(share, fewest)
     end = tl.minimum(begin + tl.maximum(share, fewest), last + 1)
@@ -205,9 +222,9 @@ def _attention_kernel(
     place = q + token[:, None] * q_token + head[:, None] * q_head + column
     queries = tl.load(place, mask=real[:, None] & (column < dim), other=0.0)
     sums, largest, weight = _attend(
-        queries, position, keys + row.to(tl.int64) * k_row + kv_head * k_head,
+        queries, position, seen, base, positions + start + lead, keys + row.to(tl.int64) * k_row + kv_head * k_head,
         values + row.to(tl.int64) * v_row + kv_head * v_head, begin, end, log_scale, k_slot, v_slot,
-        window, dim, value_dim, block_dim, block_value, block_m, block_n, precision,
+        window, dim, value_dim, block_dim, block_value, block_m, block_n, precision, tree_columns > 0,
     )  # fmt: skip
     # A token may see nothing in this part of the row.
     seen = weight > 0
@@ -263,16 +280,17 @@ def ragged_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    block: TokenBlock,
+    block: Block,
     scaling: float,
     window: int | None,
     reach: int,
 ) -> Tensor:
     """Scaled dot-product attention of every token over its own cache row, in which slot == position.
 
-    A token at position p sees the slots `max(0, p - window + 1)` to p; one without a position gets the value in slot 0
-    of its row. Query heads `i * Hq / Hkv` and following share key-value head i. Scores, softmax and sums are float32;
-    weights are rounded to the dtype of the values before the product with them.
+    A token of a chain at position p sees the slots `max(0, p - window + 1)` to p; one of a tree what `Block` says, as
+    far as its position is in the window; one without a position gets the value in slot 0 of its row. Query heads
+    `i * Hq / Hkv` and following share key-value head i. Scores, softmax and sums are float32; weights are rounded to
+    the dtype of the values before the product with them.
 
     Args:
         q: Turned queries, `[T, Hq, D]`; the last dimension is contiguous, here and in the cache.
@@ -281,14 +299,15 @@ def ragged_attention(
         block: Tokens with positions have to be counted by their row; others need not be.
         scaling: Factor of the scores.
         window: Tokens that a query sees, itself included; None for all up to its own.
-        reach: Bound on the largest position + 1, known to the host. It decides how many programs share a row, which has
+        reach: Bound on the largest slot + 1, known to the host. It decides how many programs share a row, which has
             no influence on the result beyond rounding, and little on the time as long as it is not far off.
 
     Returns:
         `[T, Hq * Dv]`, of the dtype of `q`.
     """
     tuning = tuning_of(q.device)
-    if block.whole_row is not None and len(q) >= tuning.whole_row and window is None:
+    chain = block.ancestors is None
+    if block.whole_row is not None and chain and len(q) >= tuning.whole_row and window is None:
         return _causal_attention(q, keys[block.whole_row], values[block.whole_row], scaling)
     slots = reach if window is None else min(reach, window + block.max_count)
     group = q.shape[1] // keys.shape[1]
@@ -320,7 +339,7 @@ def launch_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    block: TokenBlock,
+    block: Block,
     scaling: float,
     window: int | None,
     plan: LaunchPlan,
@@ -341,12 +360,14 @@ def launch_attention(
     grid = (plan.query_blocks * splits, kv_heads, block.starts.shape[0] + (splits == 1))
     _attention_kernel[grid](
         q, keys, values, means, logsums, block.rows, block.positions, block.starts, block.counts,
+        block.slots, block.positions if block.ancestors is None else block.ancestors,
         total, plan.query_blocks, splits, scaling * log2(e),
         *_vector_strides(q), *_vector_strides(keys), *value_strides,
         group=group, window=window or 0, dim=dim, value_dim=value_dim,
         block_dim=max(16, triton.next_power_of_2(dim)), block_value=max(16, block_value),
         block_m=plan.block_m, block_n=plan.block_n, divided=splits > 1, fewest=FEWEST_SLOTS,
         precision="ieee" if q.dtype == torch.float32 else "tf32",
+        tree_columns=0 if block.ancestors is None else max(16, triton.next_power_of_2(block.max_count)),
         num_warps=plan.warps, num_stages=plan.stages, **chaining(q.device),
     )  # fmt: skip
     if splits > 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_dsde import signals
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 QUERIES_AT_ONCE = 64
 """Tokens whose keys and values are gathered at once; bounds the memory of `ragged_attention`, not its result."""
@@ -157,25 +157,26 @@ def ragged_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    block: TokenBlock,
+    block: Block,
     scaling: float,
     window: int | None,
     reach: int,
 ) -> Tensor:
     """Scaled dot-product attention of every token over its own cache row, in which slot == position.
 
-    A token at position p sees the slots `max(0, p - window + 1)` to p. Where there is no token (p < 0) it sees slot 0,
-    so that its output is finite. Query heads `i * Hq / Hkv` and following share key-value head i. Scores, softmax and
+    A token of a chain at position p sees the slots `max(0, p - window + 1)` to p; one of a tree what `Block` says, as
+    far as its position is in the window. Where there is no token (p < 0) it sees slot 0, so that its output is finite.
+    Query heads `i * Hq / Hkv` and following share key-value head i. Scores, softmax and
     sums are float32, float64 for float64 states.
 
     Args:
         q: Turned queries, `[T, Hq, D]`.
         keys: `[R, Hkv, S, D]`, the block's own included.
         values: `[R, Hkv, S, Dv]`.
-        block: Row and position of each token.
+        block: Row, position and slot of each token, and its ancestors.
         scaling: Factor of the scores.
         window: Tokens that a query sees, itself included; None for all up to its own.
-        reach: Bound on the largest position + 1, known to the host. Slots beyond it are not looked at.
+        reach: Bound on the largest slot + 1, known to the host. Slots beyond it are not looked at.
 
     Returns:
         `[T, Hq * Dv]`, of the dtype of `q`.
@@ -183,23 +184,36 @@ def ragged_attention(
     reach = min(reach, keys.shape[2])
     parts = []
     for part in torch.arange(len(q), device=q.device).split(QUERIES_AT_ONCE):
-        rows, positions = block.rows[part], block.positions[part]
-        parts.append(_attend(q[part], keys[rows, :, :reach], values[rows, :, :reach], positions, scaling, window))
+        rows, visible = block.rows[part], _visible(block, part, len(keys), reach, window)
+        parts.append(_attend(q[part], keys[rows, :, :reach], values[rows, :, :reach], visible, scaling))
     return torch.cat(parts)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, window: int | None) -> Tensor:
+def _visible(block: Block, part: Tensor, rows: int, reach: int, window: int | None) -> Tensor:
+    """Say which slots the tokens `part` of a block see, `[len(part), reach]`."""
+    query = block.positions[part].clamp_min(0)[:, None]
+    slot = torch.arange(reach, device=query.device)
+    if block.ancestors is None:
+        visible, place = slot <= query, slot
+    else:
+        slots = block.slots.masked_fill(block.positions < 0, reach)
+        base = slots.new_full((rows,), reach).scatter_reduce(0, block.rows, slots, "amin")
+        places = torch.arange(reach + 1, device=query.device).repeat(rows, 1)
+        places[block.rows, slots] = block.positions
+        bit = slot - base[block.rows[part], None]
+        seen = (block.ancestors[part, None] >> bit.clamp(0, 63)) & 1 == 1
+        visible = torch.where(block.positions[part, None] < 0, slot == 0, (bit < 0) | (seen & (bit < 64)))
+        place = places[block.rows[part], :reach]
+    return visible if window is None else visible & (place > query - window)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float) -> Tensor:
     """Attention of queries `[T, Hq, D]`, each over keys and values of its own, `[T, Hkv, slots, D or Dv]`."""
     tokens, heads, width = q.shape
-    key_value_heads, slots = keys.shape[1:3]
+    key_value_heads = keys.shape[1]
     precision = torch.promote_types(q.dtype, torch.float32)
     grouped = q.reshape(tokens, key_value_heads, heads // key_value_heads, width).to(precision)
     scores = grouped @ keys.to(precision).transpose(2, 3) * scaling
-    query = positions.clamp_min(0)[:, None]
-    slot = torch.arange(slots, device=q.device)
-    visible = slot <= query
-    if window is not None:
-        visible &= slot > query - window
     weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
     return (weights @ values.to(precision)).to(q.dtype).reshape(tokens, -1)
 

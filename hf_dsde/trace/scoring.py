@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_dsde.drafting.model import UNKNOWN_TOKEN_LOGIT
 from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 
 POSITIONS_AT_ONCE = 128
@@ -115,7 +116,7 @@ class _Scorer:
         slots = slots.to(self._tokens.device)
         block = self._tokens.gather(1, slots.clamp_min(0))
         with self._runner.active():
-            logits = self._runner.forward(block, slots, longest=self._tokens.shape[1]).to(self._device)
+            logits = self._runner.forward(RowBlock(block, slots), longest=self._tokens.shape[1]).logits.to(self._device)
         missing = self._vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=UNKNOWN_TOKEN_LOGIT)

@@ -12,6 +12,7 @@ from tiny_models import PAD, VOCABULARY, ragged_batch, tiny_model
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 
 LENGTHS = [5, 2, 9]
@@ -75,12 +76,12 @@ def test_the_next_pass_sees_the_new_text(recording: list[NotingCapture], family:
     with runner.active(), torch.no_grad():
         prompts = [Span(row, 0, length - 1) for row, length in enumerate(LENGTHS)]
         runner.store(prompts, first.tokens_at(prompts))
-        runner.forward(*first.tail(1), longest=9)
+        runner.forward(RowBlock(*first.tail(1)), longest=9)
         replaced = [Span(row, 0, len(prompt) - 1) for row, prompt in zip([2, 0], others, strict=True)]
         runner.store(replaced, torch.tensor([token for prompt in others for token in prompt[:-1]]))
         last = torch.tensor([others[1][-1:], first.tail(1)[0][1].tolist(), others[0][-1:]])
         positions = torch.tensor([[0], [LENGTHS[1] - 1], [12]])
-        logits = runner.forward(last, positions, longest=13)[:, -1]
+        logits = runner.forward(RowBlock(last, positions), longest=13).logits[:, -1]
     texts = [others[1], first.tail(2)[0][1].tolist(), others[0]]
     for row, expected in enumerate(texts):
         with torch.no_grad():

@@ -17,7 +17,7 @@ from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.run_ahead import RunAhead
 from hf_dsde.decoding.stop_flag import StopFlag
-from hf_dsde.decoding.target_pass import PassResult
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
 
 pytestmark = [
@@ -39,7 +39,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     passes: list[tuple[int, bool]] = []
     original = RunAhead.run_target
 
-    def run_target(self: RunAhead, candidates: CandidateBatch, plan: RoundPlan) -> PassResult:
+    def run_target(self: RunAhead, candidates: CandidateBatch, plan: RoundPlan) -> PassOutput:
         passes.append((candidates.width, self.is_ready(candidates)))
         return original(self, candidates, plan)
 

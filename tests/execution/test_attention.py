@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, noisy_copy, ragged_batch, tiny_model
+from tiny_trees import LENGTHS, PARENTS, Trees
 from torch import nn
 
 import hf_dsde
@@ -85,6 +86,22 @@ def test_additive_mask_says_the_same(dtype: torch.dtype) -> None:
     assert torch.equal(mask == 0, visible)
     weights = mask.softmax(dim=-1)
     assert torch.equal(weights > 0, visible)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 4])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_token_of_a_tree_sees_the_text_and_its_path(window: int | None, padding: int) -> None:
+    trees = Trees.drawn()
+    block = trees.block().map(lambda tensor: torch.nn.functional.pad(tensor, (padding, 0), value=-1))
+    visible = visible_slots(block.positions, 32, window, block.slots, block.ancestors)
+    for row, (length, parents) in enumerate(zip(LENGTHS, PARENTS, strict=True)):
+        for index in range(len(parents)):
+            path = trees.path(row, index)
+            slots = [*range(length - 1), *(length - 1 + place for place in path)]
+            seen = slots if window is None else slots[-window:]
+            assert visible[row, 0, padding + index].nonzero().flatten().tolist() == seen
+        for index in [*range(padding), *range(padding + len(parents), block.width)]:
+            assert visible[row, 0, index].nonzero().flatten().tolist() == [0], "no token"
 
 
 AttentionFunction = Callable[..., "tuple[torch.Tensor, None]"]

@@ -18,8 +18,10 @@ from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import reference
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 STORED = [19, 0, 5, 11]
 COUNTS = [4, 2, 0, 3]
@@ -49,9 +51,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class StockRunner(EagerRunner):
     """Keeps the logits of the last pass in the model's own dtype; `forward` returns float32."""
 
-    def _execute(self, *arguments: Any) -> Tensor:
-        self.raw = super()._execute(*arguments)
-        return self.raw
+    def _execute(self, *arguments: Any) -> PassOutput:
+        output = super()._execute(*arguments)
+        self.raw = output.logits
+        return output
 
 
 class Pair:
@@ -70,11 +73,11 @@ class Pair:
     def stock_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """`[rows, width, vocabulary]` in the model's dtype."""
         with self.stock.active(), torch.no_grad():
-            self.stock.forward(tokens, positions, longest=max(int(positions.max()) + 1, 1))
+            self.stock.forward(RowBlock(tokens, positions), longest=max(int(positions.max()) + 1, 1))
         return self.stock.raw[:, -tokens.shape[1] :]
 
-    def fused_logits(self, block: TokenBlock, keep: Tensor | None = None) -> Tensor:
-        return self.decoder(block, self.other.cache, reach=64, keep=keep)
+    def fused_logits(self, block: Block, keep: Tensor | None = None) -> Tensor:
+        return self.decoder(block, self.other.cache, reach=64, keep=keep).logits
 
     def check_caches(self, lengths: list[int], tolerance: float) -> None:
         """Both caches hold the same in every slot that holds a token."""
@@ -100,9 +103,9 @@ def aligned(texts: Tensor, begins: list[int], counts: list[int], width: int, sid
     return tokens, positions
 
 
-def padded_block(tokens: Tensor, positions: Tensor) -> TokenBlock:
+def padded_block(tokens: Tensor, positions: Tensor) -> Block:
     rows, width = tokens.shape
-    return TokenBlock(
+    return Block(
         tokens=tokens.flatten(),
         rows=torch.arange(rows).repeat_interleave(width),
         positions=positions.flatten(),
@@ -112,10 +115,10 @@ def padded_block(tokens: Tensor, positions: Tensor) -> TokenBlock:
     )
 
 
-def packed_block(tokens: Tensor, positions: Tensor) -> TokenBlock:
+def packed_block(tokens: Tensor, positions: Tensor) -> Block:
     real = positions >= 0
     counts = real.sum(1)
-    return TokenBlock(
+    return Block(
         tokens=tokens[real],
         rows=torch.arange(len(tokens)).repeat_interleave(counts),
         positions=positions[real],
@@ -336,7 +339,7 @@ def check_products(model: PreTrainedModel, products: list[int], ops: CountingOps
     pair, ops = Pair(model, STORED), ops or CountingOps()
     tokens, positions = aligned(pair.texts, STORED, COUNTS, 4, "left")
     expected = pair.stock_logits(tokens, positions)[positions >= 0]
-    logits = FusedDecoder(model, ops)(packed_block(tokens, positions), pair.other.cache, 64, None)
+    logits = FusedDecoder(model, ops)(packed_block(tokens, positions), pair.other.cache, 64, None).logits
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     assert ops.products == products
     return ops

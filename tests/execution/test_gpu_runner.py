@@ -12,6 +12,7 @@ import torch
 from stored import store_texts
 from tiny_models import VOCABULARY, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_text import tiny_tokenizer
+from tiny_trees import LENGTHS, Trees
 from transformers import PreTrainedModel
 from waits import RecordsRows, noted_waits
 
@@ -20,7 +21,7 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.options import RuntimeOptions
-from hf_dsde.execution.packing import packed_bucket
+from hf_dsde.execution.row_block import RowBlock, packed_bucket
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,6 +36,8 @@ EACH_ROUND = "utils/transfers.py::wait"
 """Where the host learns how a round ended."""
 EACH_DRAFT_STEP = "decoding/stop_flag.py::nobody_drafts"
 """Where it learns whether rows draft on, when a policy decides that on the device."""
+PACKING = "decoding/target_pass.py::stage"
+"""Where it learns how long drafts became that a policy ended on the device, if packing a pass over them may pay."""
 AFTERWARDS = "measurement/clock.py::seconds_until"
 """Reads marks in front of what the round has waited for: they have passed."""
 SETTING_UP = {
@@ -122,7 +125,9 @@ def test_a_round_waits_for_the_device_once(policy: str, do_sample: bool, monkeyp
     rounds = len(statistics.rounds)
     assert rounds > MOST_SETTING_UP / 2, "too few rounds to tell them from setting up"
     assert waits.pop(EACH_ROUND) == rounds
-    assert waits.pop(EACH_DRAFT_STEP, 0) <= statistics.draft_steps
+    inside = waits.pop(EACH_DRAFT_STEP, 0)
+    assert inside <= statistics.draft_steps
+    assert waits.pop(PACKING, 0) <= (rounds if inside else 0)
     assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
     waits.pop("elsewhere", None)  # `generate` itself, before and behind the rounds
     assert set(waits) <= SETTING_UP, waits
@@ -201,7 +206,9 @@ def test_logits_processors_are_no_reason_to_wait(name: str, policy: str, monkeyp
     rounds = len(statistics.rounds)
     assert rounds > 8
     assert waits.pop(EACH_ROUND) == rounds
-    assert waits.pop(EACH_DRAFT_STEP, 0) <= statistics.draft_steps
+    inside = waits.pop(EACH_DRAFT_STEP, 0)
+    assert inside <= statistics.draft_steps
+    assert waits.pop(PACKING, 0) <= (rounds if inside else 0)
     assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
     waits.pop("elsewhere", None)
     made = {place: times for place, times in waits.items() if place.startswith("processing/")}
@@ -255,11 +262,11 @@ def compare_runners(model: PreTrainedModel, rounds: int, **settings: Any) -> Gra
             column = torch.arange(width, device=CUDA)
             positions = (lengths[:, None] + column).masked_fill(column >= counts[:, None], -1)
             real, bound = positions >= 0, int(lengths.max()) + width
-            expected = eager.forward(tokens, positions, bound)[real]
-            logits = [recorded.forward(tokens, positions, bound)]
+            expected = eager.forward(RowBlock(tokens, positions), bound).logits[real]
+            logits = [recorded.forward(RowBlock(tokens, positions), bound).logits]
             if recorded.packs:
                 size = packed_bucket(int(counts.sum()))
-                logits.append(recorded.forward_packed(tokens, positions, counts, size, bound))
+                logits.append(recorded.forward(RowBlock(tokens, positions, counts=counts, size=size), bound).logits)
             for result in logits:
                 torch.testing.assert_close(result[real], expected, rtol=1e-4, atol=1e-4)
             # What is not accepted is written again in the next round.
@@ -290,6 +297,46 @@ def test_recorded_passes_give_the_logits_of_eager_ones_while_rows_leave(family: 
     assert recorded.recording_costs.passes > 1
     fused = family in ("llama", "qwen3", "mistral") and not settings
     assert len(recorded.live_rows) == (4 if fused else 12), "12 rows, of which 4 are left"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [("llama", {}), ("mistral", {}), ("llama", {"fused_layers": False}), ("gpt2", {})], ids=str
+)
+@torch.no_grad()
+def test_recorded_passes_give_the_hidden_states_of_transformers(family: str, settings: dict[str, Any]) -> None:
+    model, layers = tiny_model(family).float().to(CUDA), (2, 0, 1)
+    texts = ragged_batch([40, 40, 40], seed=4)["input_ids"].to(CUDA)
+    lengths = [31, 9, 18]
+    expected = model(input_ids=texts, output_hidden_states=True).hidden_states
+    runner = create_runner(model, 3, 64, RuntimeOptions(**settings), "graph", hidden_layers=layers)
+    positions = torch.tensor(lengths, device=CUDA)[:, None] + torch.arange(5, device=CUDA)
+    with runner.active():
+        stored = store_texts(runner, texts, lengths)
+        passes = [runner.forward(RowBlock(texts.gather(1, positions), positions), 40).hidden for _ in range(2)]
+    assert isinstance(runner, GraphRunner)
+    for place, layer in enumerate(layers):
+        prompts = torch.cat([expected[layer][row, :length] for row, length in enumerate(lengths)])
+        torch.testing.assert_close(stored[place], prompts, rtol=1e-4, atol=1e-4)
+        wanted = expected[layer].gather(1, positions[..., None].expand(-1, -1, expected[layer].shape[-1]))
+        for hidden in passes:
+            torch.testing.assert_close(hidden[place], wanted, rtol=1e-4, atol=1e-4)
+    assert runner.recording_costs.passes > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("kind", "settings", "size"),
+    [("graph", {}, None), ("graph", {}, 32), ("graph", {"fused_layers": False}, None), ("eager", {}, None)],
+    ids=str,
+)
+def test_every_token_of_a_tree_gets_what_its_path_gives(
+    family: str, kind: str, settings: dict[str, Any], size: int | None
+) -> None:
+    model, trees = tiny_model(family).float().to(CUDA), Trees.drawn()
+    runner = create_runner(model, len(LENGTHS), 32, RuntimeOptions(**settings), kind, hidden_layers=(1, 2))
+    for _ in range(2):  # the second time, everything is recorded
+        trees.check(model, trees.run(runner, trees.block(size)), 1e-4, (1, 2))
+    assert isinstance(runner, GraphRunner) == (kind == "graph")
 
 
 def test_recorded_passes_survive_a_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,14 @@ from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
+from hf_dsde.decoding import target_pass
 from hf_dsde.execution import create_runner as runners
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import CAPACITY_STEP, MIN_REACH, GraphRunner
 from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.workspaces import Workspaces, workspace_key, workspaces
 from hf_dsde.integration import generation
 from hf_dsde.policies import StoppingPolicy
@@ -98,22 +100,27 @@ def test_greedy_text_is_that_of_plain_decoding(family: str, fused: bool, agreeme
 def test_packed_passes_give_the_same_text(
     family: str, stop_probability: float, agreement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(target_pass, "FREE_TOKENS", 0)
     packed = []
-    original = GraphRunner.forward_packed
+    original = GraphRunner._stage_packed
     monkeypatch.setattr(
-        GraphRunner, "forward_packed", lambda self, *block: packed.append(block[3]) or original(self, *block)
+        GraphRunner, "_stage_packed", lambda self, *block: packed.append(block[1]) or original(self, *block)
     )
     target = tiny_model(family)
     expected = plain(target, rows=9, new_tokens=24)
     policy = RandomLengths(longest=4, stop_probability=stop_probability)
     draft = noisy_copy(target, AGREEMENT[agreement])
-    assert torch.equal(generate(target, draft, policy, rows=9, new_tokens=24, verification="packed"), expected)
+    assert torch.equal(generate(target, draft, policy, rows=9, new_tokens=24), expected)
     assert packed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"fused_layers": False}, {"verification": "packed"}], ids=str)
-def test_sampled_text_is_that_of_the_eager_runner(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("free_tokens", [0, 128])
+@pytest.mark.parametrize("settings", [{}, {"fused_layers": False}], ids=str)
+def test_sampled_text_is_that_of_the_eager_runner(
+    settings: dict[str, Any], free_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_pass, "FREE_TOKENS", free_tokens)
     target = tiny_model()
     draft = noisy_copy(target, 0.05)
 
@@ -182,7 +189,7 @@ def test_a_cache_grows_by_the_longest_row_and_not_by_the_bound_it_is_recorded_fo
     runner.cache.limit = limit
     with runner.active(), torch.no_grad():
         for longest in (1, MIN_REACH + 1):
-            runner.forward(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), longest - 1), longest)
+            runner.forward(RowBlock(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), longest - 1)), longest)
     assert runner.cache.capacity == (MIN_REACH * 3 // 2 if limit is None else limit)
 
 

@@ -17,8 +17,9 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution import attention, model_runner
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.create_runner import create_runner
-from hf_dsde.execution.model_runner import WIDTH_BUCKETS, EagerRunner, attention_kinds, next_bucket, single_device
+from hf_dsde.execution.model_runner import WIDTH_BUCKETS, EagerRunner, next_bucket, single_device
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.row_block import RowBlock
 
 LENGTHS = [9, 1, 5]
 
@@ -45,7 +46,7 @@ def last_logits(runner: EagerRunner, width: int = 1) -> torch.Tensor:
     batch = texts()
     with runner.active(), torch.no_grad():
         store_texts(runner, prompts_of(batch), [max(length - width, 0) for length in LENGTHS])
-        return runner.forward(*batch.tail(width), longest=max(LENGTHS))
+        return runner.forward(RowBlock(*batch.tail(width)), longest=max(LENGTHS)).logits
 
 
 def check_logits(model: PreTrainedModel, logits: torch.Tensor) -> None:
@@ -97,8 +98,8 @@ def test_keep_returns_the_last_columns_only(monkeypatch: pytest.MonkeyPatch) -> 
     batch = texts()
     runner = runner_of(model)
     with runner.active(), torch.no_grad():
-        everything = runner.forward(*batch.tail(9), longest=9)
-        kept = runner.forward(*batch.tail(9), longest=9, keep=2)
+        everything = runner.forward(RowBlock(*batch.tail(9)), longest=9).logits
+        kept = runner.forward(RowBlock(*batch.tail(9)), longest=9, keep=2).logits
     assert kept.shape == (3, 2, VOCABULARY)
     assert kept.dtype == torch.float32
     torch.testing.assert_close(kept, everything[:, -2:])
@@ -116,10 +117,10 @@ def test_tokens_of_junk_columns_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
         real = positions >= 0
         with runner.active(), torch.no_grad():
             junk = torch.full((3, 6), poison)
-            runner.forward(junk, torch.arange(10, 16).expand(3, -1), longest=16)
-            runner.forward(junk, torch.full((3, 6), -1), longest=1)
+            runner.forward(RowBlock(junk, torch.arange(10, 16).expand(3, -1)), longest=16)
+            runner.forward(RowBlock(junk, torch.full((3, 6), -1)), longest=1)
             store_texts(runner, prompts_of(batch), [max(length - 5, 0) for length in LENGTHS])
-            logits = runner.forward(tokens.where(real, poison), positions, longest=9)
+            logits = runner.forward(RowBlock(tokens.where(real, poison), positions), longest=9).logits
         assert logits.isfinite().all()
         outputs.append(logits[real])
     assert torch.equal(*outputs)
@@ -136,7 +137,7 @@ def test_junk_behind_a_draft_does_not_matter() -> None:
         positions = (position + torch.arange(5)).masked_fill(torch.arange(5) > 0, -1)
         with runner.active(), torch.no_grad():
             store_texts(runner, prompts_of(batch), [length - 1 for length in LENGTHS])
-            logits = runner.forward(tokens, positions, longest=13)
+            logits = runner.forward(RowBlock(tokens, positions), longest=13).logits
         check_logits(model, logits[:, :1])
 
 
@@ -147,8 +148,8 @@ def test_rejected_tokens_leave_nothing_behind() -> None:
     with runner.active(), torch.no_grad():
         store_texts(runner, prompts_of(batch), [length - 1 for length in LENGTHS])
         draft = batch.lengths[:, None] + torch.arange(4)
-        runner.forward(torch.full((3, 4), 7), draft, longest=13)
-        logits = runner.forward(*batch.tail(1), longest=9)
+        runner.forward(RowBlock(torch.full((3, 4), 7), draft), longest=13)
+        logits = runner.forward(RowBlock(*batch.tail(1)), longest=9).logits
     check_logits(model, logits)
 
 
@@ -158,8 +159,8 @@ def test_buffers_of_a_bucket_keep_their_storage() -> None:
     addresses: list[dict[str, int]] = []
     with runner.active(), torch.no_grad():
         for width in (3, 4, 1, 3):
-            runner.forward(*batch.tail(width), longest=9)
-            buffers = runner._buffers[next_bucket(width, WIDTH_BUCKETS)]
+            runner.forward(RowBlock(*batch.tail(width)), longest=9)
+            buffers = runner._buffers[next_bucket(width, WIDTH_BUCKETS), False]
             tensors = {"tokens": buffers.tokens, "positions": buffers.positions, "ids": buffers.position_ids}
             addresses.append({name: t.data_ptr() for name, t in {**tensors, **buffers.masks}.items()})
     assert addresses[0] == addresses[3]
@@ -169,8 +170,8 @@ def test_buffers_of_a_bucket_keep_their_storage() -> None:
 
 def test_blocks_are_aligned_to_the_right_of_their_bucket() -> None:
     buffers = BlockBuffers(1, 4, torch.device("cpu"))
-    buffers.fill(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 3]]))
-    buffers.fill(torch.tensor([[9, 4]]), torch.tensor([[-2, 4]]))
+    buffers.fill(RowBlock(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 3]])))
+    buffers.fill(RowBlock(torch.tensor([[9, 4]]), torch.tensor([[-2, 4]])))
     assert buffers.positions.tolist() == [[-1, -1, -2, 4]]
     assert buffers.position_ids.tolist() == [[0, 0, 0, 4]]
     assert buffers.tokens[0, 2:].tolist() == [9, 4]
@@ -185,8 +186,8 @@ def test_cache_grows_in_the_middle_of_a_text(family: str) -> None:
         for end in range(1, 9):  # one token at a time, right-aligned: longer rows have more of them behind them
             tokens, positions = prompts_of(batch)[:, end - 1 : end], torch.full((3, 1), end - 1)
             positions = positions.masked_fill(positions >= batch.lengths[:, None] - 1, -1)
-            runner.forward(tokens, positions, longest=end)
-        logits = runner.forward(*batch.tail(1), longest=9)
+            runner.forward(RowBlock(tokens, positions), longest=end)
+        logits = runner.forward(RowBlock(*batch.tail(1)), longest=9).logits
     assert runner.cache.capacity >= 9
     check_logits(model, logits)
 
@@ -198,11 +199,11 @@ def test_rows_that_stay_are_unaffected_by_rows_that_leave() -> None:
     tokens, positions = batch.tail(1)
     with runner.active(), torch.no_grad():
         store_texts(runner, prompts_of(batch), [length - 1 for length in LENGTHS])
-        everyone = runner.forward(tokens, positions, longest=9)
+        everyone = runner.forward(RowBlock(tokens, positions), longest=9).logits
         runner.keep_rows([0, 2])
-        first = runner.forward(tokens, positions, longest=9)
+        first = runner.forward(RowBlock(tokens, positions), longest=9).logits
         runner.keep_rows([2])
-        second = runner.forward(tokens, positions, longest=9)
+        second = runner.forward(RowBlock(tokens, positions), longest=9).logits
     assert runner.cache.layers[0].keys.shape[0] == 1
     torch.testing.assert_close(first[[0, 2]], everyone[[0, 2]])
     torch.testing.assert_close(second[2], everyone[2])
@@ -228,10 +229,10 @@ def test_models_own_attention_is_kept(changes: dict[str, Any]) -> None:
 
 
 def test_hybrid_models_have_a_mask_per_kind() -> None:
-    kinds = {kind.kind: kind.window for kind in attention_kinds(tiny_model("gemma3"))}
+    kinds = {kind.kind: kind.window for kind in attention.attention_kinds(tiny_model("gemma3"))}
     assert kinds == {"sliding_attention": 8, "full_attention": None}
-    assert [kind.window for kind in attention_kinds(tiny_model("mistral"))] == [8]
-    assert [kind.window for kind in attention_kinds(tiny_model("llama"))] == [None]
+    assert [kind.window for kind in attention.attention_kinds(tiny_model("mistral"))] == [8]
+    assert [kind.window for kind in attention.attention_kinds(tiny_model("llama"))] == [None]
 
 
 @pytest.mark.parametrize(
@@ -261,6 +262,6 @@ def test_every_family_takes_the_columns_that_layers_on_several_devices_need(fami
     for one in (runner, spread):
         with torch.no_grad(), one.active():
             positions = torch.arange(rows.shape[1]).expand(len(rows), -1)
-            results.append(one.forward(rows, positions, rows.shape[1], keep=2))
+            results.append(one.forward(RowBlock(rows, positions), rows.shape[1], keep=2).logits)
     assert results[0].shape == (3, 2, VOCABULARY)
     assert torch.equal(*results)

@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 import hf_dsde
 from hf_dsde.execution import create_runner as runners
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recording_key import is_compiled, recording_key
 
 
@@ -120,11 +121,11 @@ def test_what_the_user_has_compiled_is_found_and_told_apart(how: Callable[[PreTr
 class _Rerun:
     """Runs the body again, as a replay runs the kernels again."""
 
-    def __init__(self, body: Callable[[], torch.Tensor]) -> None:
-        self._body, self.output = body, body().clone()
+    def __init__(self, body: Callable[[], PassOutput]) -> None:
+        self._body, self.output = body, body().map(torch.clone)
 
     def __call__(self) -> None:
-        self.output.copy_(self._body())
+        self.output.logits.copy_(self._body().logits)
 
 
 class _TellingCapture:
@@ -135,7 +136,7 @@ class _TellingCapture:
     def __init__(self) -> None:
         self.records, self.recorded = False, 0
 
-    def __call__(self, body: Callable[[], torch.Tensor]) -> _Rerun:
+    def __call__(self, body: Callable[[], PassOutput]) -> _Rerun:
         self.records, self.recorded = True, self.recorded + 1
         with torch.no_grad():
             replay = _Rerun(body)

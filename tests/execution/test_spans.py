@@ -14,6 +14,7 @@ from tiny_models import VOCABULARY, tiny_model
 
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, flat_places, portions, similar_counts, total_count
 from hf_dsde.utils import tuning
 
@@ -81,7 +82,7 @@ def test_texts_of_all_lengths_are_stored_as_if_alone(
         runner.store([Span(2, 0, 3), Span(0, 9, 17)], other)
         texts[2, :3], texts[0, 9:26], lengths = other[:3], other[3:], [26, 0, 3, 10]
         at = torch.tensor(lengths)[:, None]
-        logits = runner.forward(texts.gather(1, at), at, longest=27)[:, -1]
+        logits = runner.forward(RowBlock(texts.gather(1, at), at), longest=27).logits[:, -1]
     for row, length in enumerate(lengths):
         with torch.no_grad():
             alone = model(input_ids=texts[row : row + 1, : length + 1]).logits[0, -1].float()

@@ -14,8 +14,8 @@ import hf_dsde
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.run_ahead import RunAhead
-from hf_dsde.decoding.target_pass import PassResult
 from hf_dsde.drafting.model import ModelDrafter
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.streams import SideStream
 from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, StaticPolicy
 
@@ -88,7 +88,7 @@ def test_the_target_s_pass_is_ready_when_a_policy_says_that_drafting_is_over(mon
     ready: list[bool] = []
     original = RunAhead.run_target
 
-    def run_target(self: RunAhead, candidates: CandidateBatch, plan: RoundPlan) -> PassResult:
+    def run_target(self: RunAhead, candidates: CandidateBatch, plan: RoundPlan) -> PassOutput:
         ready.append(self.is_ready(candidates))
         return original(self, candidates, plan)
 

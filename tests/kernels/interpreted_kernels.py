@@ -25,13 +25,21 @@ from kernel_cases import (
     slow_rotation,
     slow_silu_mul,
 )
+from tiny_models import tiny_model
+from tiny_trees import LENGTHS, Trees
 from torch import Tensor
 
+from hf_dsde.execution.fused_decoder import FusedDecoder
+from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import attention as attention_kernel
 from hf_dsde.kernels import elementwise as kernels
+from hf_dsde.kernels import reference
 from hf_dsde.kernels.attention import launch_attention
 from hf_dsde.kernels.attention_plan import LaunchPlan, plan_launch
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 SINGLE = {"rtol": 4e-6, "atol": 4e-6}
@@ -73,6 +81,10 @@ def test_attention_is_that_of_the_definition(case, dtype):
         ("window over several blocks", 8),
         ("window and padding", 1),
         ("packed", 2),
+        ("trees", 2),
+        ("trees and padding in front", 1),
+        ("trees in a window", 2),
+        ("trees in a window over several blocks", 8),
     ],
 )
 def test_every_launch_gives_the_same(name, splits, monkeypatch):
@@ -82,6 +94,49 @@ def test_every_launch_gives_the_same(name, splits, monkeypatch):
     for block_m, block_n in ((16, 16), (32, 64)):
         out = run(given, plan_for(given, block_m, block_n, splits))
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("layout", ["packed", "left", "right"])
+def test_a_chain_given_as_a_tree_is_a_chain(layout, window):
+    given = make_attention(AttentionCase((40, 0, 21), (2, 6, 1), layout, window=window), torch.float32)
+    real = given.block.positions >= 0
+    places = torch.where(real, given.block.positions - torch.tensor([40, 0, 21])[given.block.rows], 0)
+    as_tree = replace(given.block, slots=given.block.positions.clone(), ancestors=(2 << places) - 1)
+    torch.testing.assert_close(run(replace(given, block=as_tree)), run(given), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("mutant", ["no ancestors", "all that came before"])
+@pytest.mark.parametrize("ops", [kernels, reference])
+def test_trees_taken_for_something_else_are_noticed(ops, mutant):
+    given = make_attention(ATTENTION_CASES["trees"], torch.float32)
+    head = (given.q, given.keys, given.values)
+    block = given.block
+    wrong = {
+        "no ancestors": {"ancestors": torch.zeros_like(block.ancestors)},
+        "all that came before": {"ancestors": (2 << (block.slots - torch.tensor([40, 0, 7])[block.rows])) - 1},
+    }[mutant]
+    right = ops.ragged_attention(*head, block, given.scaling, None, 64).double()
+    torch.testing.assert_close(right, slow_attention(given), rtol=0, atol=5e-6)
+    out = ops.ragged_attention(*head, replace(block, **wrong), given.scaling, None, 64).double()
+    assert not torch.allclose(out, slow_attention(given), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_fused_pass_over_trees_gives_what_plain_decoding_of_each_path_gives(family, packed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model, trees = tiny_model(family, num_hidden_layers=1, sliding_window=2).float(), Trees.drawn()
+    runner = EagerRunner(model, len(LENGTHS), 32, RuntimeOptions(packed_attention=False))
+    block = trees.block(24)
+    trees.run(runner, RowBlock(block.tokens[:, :1], block.positions[:, :1]))
+    if packed:
+        flat, places = block.packed()
+    else:
+        count = torch.full((len(LENGTHS),), block.width)
+        flat, places = replace(block, counts=count, size=block.tokens.numel()).packed()
+    logits = FusedDecoder(model, kernels)(flat, runner.cache, 64, None).logits
+    trees.check(model, PassOutput(logits[places]), 1e-4)
 
 
 def test_a_reach_far_beyond_the_texts_changes_nothing():
@@ -142,7 +197,7 @@ def test_a_token_that_overflows_does_not_reach_those_before_it():
     states = torch.randn(3, 1, 16).half()
     poisoned = states.clone()
     poisoned[2] = torch.tensor([float("inf"), -float("inf"), float("nan"), *[1.0] * 13]).half()
-    block = TokenBlock(slots, rows, slots, torch.zeros(1).int(), torch.full((1,), 3).int(), 3)
+    block = Block(slots, rows, slots, torch.zeros(1).int(), torch.full((1,), 3).int(), 3)
     outs = []
     for v in (states, poisoned):
         q = kernels.rotate_and_store(

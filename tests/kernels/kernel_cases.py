@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 POISON = 300.0
 """Lies in every slot that no token may see: large enough to spoil a result, small enough for every dtype."""
@@ -19,7 +20,8 @@ class AttentionCase:
     """One row per entry: tokens already stored, and tokens of the block.
 
     `layout`: "packed"; or padded to the widest row, with the padding "left" or "right" of the tokens, and counted.
-    `tail`: tokens without a position behind all rows, counted by none.
+    `tail`: tokens without a position after all rows, counted by none. `tree`: each token but a row's first has an
+    earlier one as its parent, drawn at random, so that branches are interleaved and several have one depth.
     """
 
     stored: tuple[int, ...]
@@ -31,6 +33,7 @@ class AttentionCase:
     dim: int = 16
     value_dim: int = 16
     window: int | None = None
+    tree: bool = False
 
 
 ATTENTION_CASES = {
@@ -51,6 +54,12 @@ ATTENTION_CASES = {
     "window and padding": AttentionCase((100, 90, 20), (2, 4, 0), "left", tail=2, window=7),
     "window over several blocks": AttentionCase((400, 150), (2, 5), "right", window=150),
     "long and short": AttentionCase((530, 2, 260), (2, 3, 1), "left"),
+    "trees": AttentionCase((40, 0, 7), (9, 5, 1), tree=True),
+    "trees and padding in front": AttentionCase((40, 0, 21, 3), (6, 4, 1, 0), "left", tail=2, tree=True),
+    "trees and padding behind": AttentionCase((40, 0, 21), (6, 4, 1), "right", tree=True),
+    "trees in a window": AttentionCase((40, 0, 21), (16, 9, 2), "left", window=3, tree=True),
+    "trees in a window over several blocks": AttentionCase((300, 60), (30, 7), window=150, tree=True),
+    "as many tokens as a tree may have": AttentionCase((20, 3), (64, 64), heads=2, tree=True),
 }
 
 
@@ -59,7 +68,7 @@ class AttentionInput:
     q: Tensor
     keys: Tensor
     values: Tensor
-    block: TokenBlock
+    block: Block
     scaling: float
     window: int | None
     reach: int
@@ -71,17 +80,21 @@ def make_attention(
     """Draw the tensors of a case; the cache has `slack` slots more than the longest row, and a discard slot."""
     generator = torch.Generator().manual_seed(seed)
     widest = max(case.widths)
-    rows, positions, starts, counts = [], [], [], []
+    draws = random.Random(seed)
+    rows, starts, counts = [], [], []
+    cells: list[tuple[int, int, int]] = []  # position, slot, ancestors
     for row, (stored, width) in enumerate(zip(case.stored, case.widths, strict=True)):
-        padding = [] if case.layout == "packed" else [-1] * (widest - width)
-        real = list(range(stored, stored + width))
-        cells = padding + real if case.layout == "left" else real + padding
-        starts.append(len(positions))
-        counts.append(len(cells))
-        rows += [row] * len(cells)
-        positions += cells
+        padding = [] if case.layout == "packed" else [(-1, -1, 0)] * (widest - width)
+        real = [(place, place, 0) for place in range(stored, stored + width)]
+        real = tree_of(stored, width, draws) if case.tree else real
+        line = padding + real if case.layout == "left" else real + padding
+        starts.append(len(cells))
+        counts.append(len(line))
+        rows += [row] * len(line)
+        cells += line
     rows += [len(starts) - 1] * case.tail
-    positions += [-1] * case.tail
+    cells += [(-1, -1, 0)] * case.tail
+    positions, cell_slots, ancestors = (torch.tensor(cells).view(-1, 3)[:, column].to(device) for column in range(3))
     total, longest = len(positions), max(s + w for s, w in zip(case.stored, case.widths, strict=True))
     slots = longest + slack + 1
     q = torch.randn(total, case.heads, case.dim, generator=generator)
@@ -90,17 +103,49 @@ def make_attention(
     for row, (stored, width) in enumerate(zip(case.stored, case.widths, strict=True)):
         hidden = max(1, stored + width)
         keys[row, :, hidden:] = values[row, :, hidden:] = POISON
-    block = TokenBlock(
+    block = Block(
         tokens=torch.zeros(total, dtype=torch.int64, device=device),
         rows=torch.tensor(rows, device=device),
-        positions=torch.tensor(positions, device=device),
+        positions=positions.contiguous(),
         starts=torch.tensor(starts, dtype=torch.int32, device=device),
         counts=torch.tensor(counts, dtype=torch.int32, device=device),
         max_count=max(counts),
+        slots=cell_slots.contiguous() if case.tree else None,
+        ancestors=ancestors.contiguous() if case.tree else None,
     )
     q, keys, values = (states.to(device, dtype) for states in (q, keys, values))
     reach = max(64, math.ceil(longest / 64) * 64)
     return AttentionInput(q, keys, values, block, case.dim**-0.5, case.window, reach)
+
+
+def tree_of(stored: int, width: int, draws: random.Random) -> list[tuple[int, int, int]]:
+    """Position, slot and ancestors of the tokens of a random tree."""
+    tokens: list[tuple[int, int, int]] = []
+    for place in range(width):
+        depth, _, above = tokens[draws.randrange(place)] if place else (stored - 1, 0, 0)
+        seen = above | 1 << place
+        tokens.append((depth + 1, stored + place, seen - (1 << 64) if seen >> 63 else seen))
+    return tokens
+
+
+def seen_slots(given: AttentionInput, token: int) -> list[int]:
+    """The slots that a token sees, from the definition."""
+    block, window = given.block, given.window
+    position = int(block.positions[token])
+    if position < 0:
+        return [0]
+    if block.ancestors is None:
+        return list(range(0 if window is None else max(0, position + 1 - window), position + 1))
+    own = [
+        index
+        for index in range(len(block.rows))
+        if block.rows[index] == block.rows[token] and block.positions[index] >= 0
+    ]
+    places = {slot: slot for slot in range(int(block.slots[own[0]]))}
+    for bit, index in enumerate(own):
+        if int(block.ancestors[token]) >> bit & 1:
+            places[int(block.slots[index])] = int(block.positions[index])
+    return [slot for slot, place in places.items() if window is None or place > position - window]
 
 
 def slow_attention(given: AttentionInput) -> Tensor:
@@ -108,22 +153,20 @@ def slow_attention(given: AttentionInput) -> Tensor:
     q, keys, values = (states.double().cpu() for states in (given.q, given.keys, given.values))
     shared = q.shape[1] // keys.shape[1]
     out = torch.zeros(q.shape[0], q.shape[1], values.shape[-1], dtype=torch.float64)
-    for token, (row, position) in enumerate(
-        zip(given.block.rows.tolist(), given.block.positions.tolist(), strict=True)
-    ):
-        end = max(position, 0) + 1
-        begin = 0 if given.window is None else max(0, end - given.window)
+    for token, row in enumerate(given.block.rows.tolist()):
+        seen = seen_slots(given, token)
         for head in range(q.shape[1]):
-            scores = [given.scaling * float(q[token, head] @ key) for key in keys[row, head // shared, begin:end]]
+            scores = [given.scaling * float(q[token, head] @ key) for key in keys[row, head // shared, seen]]
             largest = max(scores)
             weights = torch.tensor([math.exp(score - largest) for score in scores], dtype=torch.float64)
-            out[token, head] = weights @ values[row, head // shared, begin:end] / weights.sum()
+            out[token, head] = weights @ values[row, head // shared, seen] / weights.sum()
     return out.flatten(1)
 
 
 def without_positions(given: AttentionInput) -> AttentionInput:
     """The same input with every token taken away."""
-    return replace(given, block=replace(given.block, positions=torch.full_like(given.block.positions, -1)))
+    nowhere = torch.full_like(given.block.positions, -1)
+    return replace(given, block=replace(given.block, positions=nowhere, slots=nowhere))
 
 
 def slow_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -48,23 +48,30 @@ def _compile(kernel, types, constants, warps, stages=3, capability=90, **more):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-@pytest.mark.parametrize(("queries", "divided", "window"), [(4, True, 0), (24, False, 4096), (64, False, 0)])
-def test_attention_compiles_to_tensor_cores_fed_by_asynchronous_copies(tmp_path, monkeypatch, queries, divided, window):
+@pytest.mark.parametrize(
+    ("queries", "divided", "window", "tree"),
+    [(4, True, 0, 0), (24, False, 4096, 0), (64, False, 0, 0), (64, True, 0, 64), (24, False, 4096, 16)],
+)
+def test_attention_compiles_to_tensor_cores_fed_by_asynchronous_copies(
+    tmp_path, monkeypatch, queries, divided, window, tree
+):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from hf_dsde.kernels.attention_plan import plan_launch
 
     plan = plan_launch(queries, 64, 4096, 128, 2, 132)
-    compiled = _compile_attention(plan, divided=divided, window=window)
+    compiled = _compile_attention(plan, divided=divided, window=window, tree=tree)
     code = compiled.asm["ptx"]
     assert "mma" in code
     assert "cp.async" in code
     assert compiled.metadata.shared <= 113 * 1024  # two programs per multiprocessor
 
 
-def _compile_attention(plan, dim=128, divided=False, window=0, capability=90):
+def _compile_attention(plan, dim=128, divided=False, window=0, capability=90, tree=0):
     from hf_dsde.kernels import attention as attention_kernel
 
-    pointers = dict.fromkeys(("q", "keys", "values"), "*bf16") | dict.fromkeys(("rows", "positions"), "*i64")
+    pointers = dict.fromkeys(("q", "keys", "values"), "*bf16") | dict.fromkeys(
+        ("rows", "positions", "slots", "ancestors"), "*i64"
+    )
     types = pointers | {
         "starts": "*i32",
         "counts": "*i32",
@@ -77,7 +84,7 @@ def _compile_attention(plan, dim=128, divided=False, window=0, capability=90):
     sizes = {"group": 4, "window": window, "dim": dim, "value_dim": dim, "block_dim": dim, "block_value": dim}
     blocks = {"block_m": plan.block_m, "block_n": plan.block_n, "divided": divided, "fewest": 128, "precision": "tf32"}
     kernel = attention_kernel._attention_kernel
-    blocks["chained"] = capability >= 90
+    blocks |= {"chained": capability >= 90, "tree_columns": tree}
     return _compile(kernel, types, sizes | blocks, plan.warps, plan.stages, capability)
 
 
@@ -103,7 +110,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     from hf_dsde.kernels import elementwise as kernels
     from hf_dsde.kernels import launching
     from hf_dsde.kernels import linear as skinny_linear
-    from hf_dsde.kernels.block import TokenBlock
+    from hf_dsde.kernels.block import Block
 
     current, launched = [], []
 
@@ -135,7 +142,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     kernels.entropy_and_top(matrix)
     kernels.linears(matrix, [torch.zeros(8, 16)])
     kernels.gated_linear(matrix, torch.zeros(8, 16), torch.zeros(8, 16))
-    block = TokenBlock(index, index, index, torch.zeros(1).int(), torch.zeros(1).int(), 1)
+    block = Block(index, index, index, torch.zeros(1).int(), torch.zeros(1).int(), 1)
     kernels.ragged_attention(states, cache, cache, block, 1.0, None, 4096)
     assert {name for name, _ in launched} == names
     # Merging is launched after attention has been, by the same function.

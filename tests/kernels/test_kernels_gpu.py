@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import reference
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +107,16 @@ def test_attention_is_that_of_the_definition(kernels, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize("name", ["long and short", "window over several blocks", "a row of padding only"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "long and short",
+        "window over several blocks",
+        "a row of padding only",
+        "trees",
+        "trees in a window over several blocks",
+    ],
+)
 def test_attention_of_divided_rows_is_that_of_the_definition(kernels, name, dtype):
     given = make_attention(ATTENTION_CASES[name], dtype, "cuda")
     for each in (given, without_positions(given)):
@@ -358,7 +368,7 @@ def test_kernels_that_are_set_up_early_give_what_others_give(kernels, width, mon
             for step in range(60):
                 tokens = torch.randint(3, 90, (rows, width), generator=generator)
                 positions = lengths[:, None] + step * width + torch.arange(width)
-                seen.append(runner.forward(tokens.to(device), positions.to(device), 40 + 60 * width))
+                seen.append(runner.forward(RowBlock(tokens.to(device), positions.to(device)), 40 + 60 * width).logits)
         assert runner.recording_costs.passes == 2, "one for the prompts, one for the blocks"
         return torch.stack(seen)
 

@@ -8,19 +8,24 @@ from collections.abc import Callable
 import pytest
 import torch
 from kernel_cases import (
+    ATTENTION_CASES,
     DISTRIBUTIONS,
     NUCLEI,
+    make_attention,
     rounded_gated,
     slow_entropy_and_top,
     slow_linear,
     slow_nucleus,
+)
+from kernel_cases import (
+    slow_attention as slow_attention_of,
 )
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_dsde.kernels import reference
-from hf_dsde.kernels.block import TokenBlock
+from hf_dsde.kernels.block import Block
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -30,11 +35,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Te
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def block_of(rows: list[int], positions: list[int]) -> TokenBlock:
+def block_of(rows: list[int], positions: list[int]) -> Block:
     count = max(rows) + 1
     counts = [rows.count(row) for row in range(count)]
     starts = [sum(counts[:row]) for row in range(count)]
-    return TokenBlock(
+    return Block(
         tokens=torch.zeros(len(rows), dtype=torch.long),
         rows=torch.tensor(rows),
         positions=torch.tensor(positions),
@@ -149,9 +154,7 @@ def test_views_into_one_projection_are_taken_as_they_are() -> None:
         assert torch.equal(strided, contiguous)
 
 
-def slow_attention(
-    q: Tensor, keys: Tensor, values: Tensor, block: TokenBlock, scaling: float, window: int | None
-) -> Tensor:
+def slow_attention(q: Tensor, keys: Tensor, values: Tensor, block: Block, scaling: float, window: int | None) -> Tensor:
     """One number at a time: every query head over every slot that it may see."""
     heads, shared = q.shape[1], q.shape[1] // keys.shape[1]
     outputs = []
@@ -185,6 +188,14 @@ def test_attention_is_that_of_loops(heads: tuple[int, int], window: int | None) 
     result = reference.ragged_attention(q, keys, values, block, 0.7, window, reach=9)
     assert result.shape == (len(ROWS), heads[0] * 6)
     torch.testing.assert_close(result, slow_attention(q, keys, values, block, 0.7, window), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, case in ATTENTION_CASES.items() if case.tree])
+def test_attention_of_trees_is_that_of_the_definition(name: str) -> None:
+    given = make_attention(ATTENTION_CASES[name], torch.float64)
+    states = given.q, given.keys, given.values
+    result = reference.ragged_attention(*states, given.block, given.scaling, given.window, given.reach)
+    torch.testing.assert_close(result, slow_attention_of(given), rtol=1e-9, atol=1e-9)
 
 
 def test_slots_out_of_sight_do_not_matter() -> None:

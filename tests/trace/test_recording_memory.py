@@ -80,10 +80,10 @@ def test_scoring_never_asks_a_model_for_more_than_a_chunk(tmp_path, monkeypatch)
         runner = original(*arguments)
         forward = runner.forward
 
-        def spy(tokens, positions, longest, keep=None):
-            logits = forward(tokens, positions, longest, keep)
-            sizes.append(logits.shape[0] * logits.shape[1])
-            return logits
+        def spy(block, longest, keep=None):
+            output = forward(block, longest, keep)
+            sizes.append(output.logits.shape[0] * output.logits.shape[1])
+            return output
 
         runner.forward = spy
         return runner

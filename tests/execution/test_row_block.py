@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_dsde.execution.packing import SMALLEST_STEP, STEPS_PER_DOUBLING, PackedTokens, packed_bucket
+from hf_dsde.execution.row_block import SMALLEST_STEP, STEPS_PER_DOUBLING, WIDEST_TREE, RowBlock, packed_bucket
+from hf_dsde.kernels.block import Block
 
 NOTHING = -7
 """Stands in columns without a token: whoever reads one finds a number that is no token and no position."""
@@ -24,8 +25,8 @@ class RaggedBlock:
     counts: list[int]
     size: int
 
-    def packed(self) -> PackedTokens:
-        return PackedTokens.of(self.tokens, self.positions, torch.tensor(self.counts), self.size)
+    def packed(self) -> tuple[Block, torch.Tensor]:
+        return RowBlock(self.tokens, self.positions, counts=torch.tensor(self.counts), size=self.size).packed()
 
     def columns(self) -> list[tuple[int, int]]:
         """Row and column of every token, in the order of a packed block."""
@@ -53,7 +54,7 @@ def ragged_blocks(draw: st.DrawFn) -> RaggedBlock:
 
 def check(block: RaggedBlock) -> None:
     """Compare with a walk over the rows, one token after the other."""
-    packed = block.packed()
+    packed, unpacked = block.packed()
     places = block.columns()
     used = len(places)
     assert packed.tokens.shape == packed.rows.shape == packed.positions.shape == (block.size,)
@@ -65,7 +66,7 @@ def check(block: RaggedBlock) -> None:
     assert all(0 <= row < len(block.counts) for row in packed.rows.tolist())
     assert packed.counts.tolist() == block.counts
     assert packed.starts.tolist() == [sum(block.counts[:row]) for row in range(len(block.counts))]
-    dtypes = (packed.tokens.dtype, packed.rows.dtype, packed.positions.dtype, packed.unpacked.dtype)
+    dtypes = (packed.tokens.dtype, packed.rows.dtype, packed.positions.dtype, unpacked.dtype)
     assert set(dtypes) == {torch.int64}
     assert {packed.starts.dtype, packed.counts.dtype} == {torch.int32}
 
@@ -107,12 +108,12 @@ def test_a_packed_block_holds_the_tokens_of_all_rows_behind_each_other(block: Ra
 
 @given(ragged_blocks())
 def test_the_way_back_finds_every_token(block: RaggedBlock) -> None:
-    packed = block.packed()
-    assert packed.unpacked.shape == block.tokens.shape
-    unpacked = packed.tokens[packed.unpacked]  # raises where an index points outside
+    packed, places = block.packed()
+    assert places.shape == block.tokens.shape
+    unpacked = packed.tokens[places]  # raises where an index points outside
     for place in block.columns():
         assert unpacked[place] == block.tokens[place]
-    assert packed.unpacked.min() >= 0
+    assert places.min() >= 0
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,33 @@ def test_empty_rows_single_columns_and_spare_room(counts: list[int], width: int,
     check(ragged_block(counts, width, spare))
 
 
+def test_a_tree_is_packed_with_its_slots_and_ancestors() -> None:
+    positions = torch.tensor([[4, 5, 5], [7, -1, -1]])
+    slots = torch.tensor([[4, 5, 6], [7, -1, -1]])
+    ancestors = torch.tensor([[1, 3, 5], [1, 0, 0]])
+    packed, _ = RowBlock(positions, positions, slots, ancestors, torch.tensor([3, 1]), size=8).packed()
+    assert packed.slots.tolist() == [4, 5, 6, 7, -1, -1, -1, -1]
+    assert packed.ancestors is not None
+    assert packed.ancestors[:4].tolist() == [1, 3, 5, 1]
+    chain, _ = RowBlock(positions, positions, counts=torch.tensor([3, 1]), size=8).packed()
+    assert chain.slots is chain.positions
+    assert chain.ancestors is None
+
+
+@pytest.mark.parametrize(("given", "missing"), [("slots", "ancestors"), ("ancestors", "slots")])
+def test_half_a_tree_is_refused(given: str, missing: str) -> None:
+    block = torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(ValueError, match=f"{given}: given without `{missing}`"):
+        RowBlock(block, block, **{given: block})
+
+
+def test_a_tree_wider_than_its_masks_is_refused() -> None:
+    block = torch.zeros(1, WIDEST_TREE + 1, dtype=torch.long)
+    RowBlock(block, block)
+    with pytest.raises(ValueError, match="ancestors: a row has 65 columns, but a mask names 64"):
+        RowBlock(block, block, block, block)
+
+
 def test_nothing_depends_on_where_the_padding_points() -> None:
     block = ragged_block([2, 0, 3], 4, 3)
     other = RaggedBlock(
@@ -141,8 +169,9 @@ def test_nothing_depends_on_where_the_padding_points() -> None:
         block.counts,
         block.size,
     )
-    first, second = block.packed(), other.packed()
+    (first, places), (second, other_places) = block.packed(), other.packed()
+    assert torch.equal(places, other_places)
     used = sum(block.counts)
     assert torch.equal(first.tokens[:used], second.tokens[:used])
-    for name in ("rows", "positions", "starts", "counts", "unpacked"):
+    for name in ("rows", "positions", "starts", "counts"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name

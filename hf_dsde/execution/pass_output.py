@@ -1,0 +1,49 @@
+"""What a pass of a model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+class PassOutput(NamedTuple):
+    """Logits, and the hidden states of the layers that the runner was made for.
+
+    Hidden states are numbered and valued as those of transformers' `output_hidden_states`: 0 is what the first layer
+    gets, i what the i-th layer gives, counted from 1, before any norm; the last layer's has gone through the model's
+    final norm, as the head gets it.
+
+    Attributes:
+        logits: `[rows, columns, vocabulary]`, float32.
+        hidden: For each layer that was asked for, in that order, `[rows, columns, H]`, of the model's dtype. Anything
+            finite where there is no token.
+        packed_tokens: Tokens in the pass, when it was packed; None when it was padded.
+    """
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...] = ()
+    packed_tokens: int | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> PassOutput:
+        """Return what `function` makes of each tensor."""
+        return self._replace(logits=function(self.logits), hidden=tuple(map(function, self.hidden)))
+
+
+def checked_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return layers that hidden states are asked of.
+
+    Raises:
+        ValueError: If the model has no such layer.
+    """
+    last = model.config.get_text_config(decoder=True).num_hidden_layers
+    for layer in layers:
+        if not 0 <= layer <= last:
+            msg = (
+                f"hidden_layers: {layer} was asked for, but {type(model).__name__} has 0 (its embeddings) to {last} "
+                "(its last layer, after the final norm). Name those that the heads were trained with."
+            )
+            raise ValueError(msg)
+    return layers

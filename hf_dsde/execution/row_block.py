@@ -1,0 +1,106 @@
+"""What a runner is given: a line of tokens for every row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_dsde.kernels.block import Block
+
+SMALLEST_STEP = 8
+"""Packed blocks hold a multiple of this many tokens."""
+STEPS_PER_DOUBLING = 16
+"""Sizes of packed blocks between one power of two and the next: at most 1 token in 17 is padding."""
+WIDEST_TREE = 64
+"""Tokens of a row whose ancestors a mask of 64 bits can name."""
+
+
+def packed_bucket(tokens: int) -> int:
+    """Return the smallest size of packed block that holds `tokens`."""
+    step = max(SMALLEST_STEP, (1 << (max(tokens, 1).bit_length() - 1)) // STEPS_PER_DOUBLING)
+    return -(-tokens // step) * step
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Tokens of the rows of a batch, each row's in a line of its own: chains, or, with `ancestors`, trees.
+
+    What slots and ancestors mean is said in `Block`. All tensors are `[rows, width]`, int64, unless said otherwise.
+
+    Attributes:
+        tokens: Ids; anything where `positions` is below 0.
+        positions: Position of each token in its row; below 0 where there is no token.
+        slots: Where keys and values of trees go; below 0 where there is no token. None for chains, whose slots are
+            their positions.
+        ancestors: Which tokens of its row each token of a tree sees, as bits; None for chains.
+        counts: Tokens of each row, which are then in its first columns, `[rows]`; None if nobody knows.
+        size: Run the pass packed, if the runner can: the tokens of all rows one after another, without the padding
+            between them. So many tokens have room in it, at least the sum of `counts`. None to run it padded.
+
+    Raises:
+        ValueError: If a tree has no slots, or too many tokens.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor | None = None
+    ancestors: Tensor | None = None
+    counts: Tensor | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse half a tree."""
+        if (self.slots is None) != (self.ancestors is None):
+            given, missing = ("ancestors", "slots") if self.slots is None else ("slots", "ancestors")
+            raise ValueError(f"{given}: given without `{missing}`. A tree needs both, a chain neither.")
+        if self.is_tree and self.width > WIDEST_TREE:
+            raise ValueError(
+                f"ancestors: a row has {self.width} columns, but a mask names {WIDEST_TREE}. Make the tree smaller."
+            )
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self.tokens.shape[1]
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether rows hold trees."""
+        return self.ancestors is not None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowBlock:
+        """Return a block with what `function` makes of each tensor that has an entry for each column."""
+        slots, ancestors = (None if tensor is None else function(tensor) for tensor in (self.slots, self.ancestors))
+        return RowBlock(function(self.tokens), function(self.positions), slots, ancestors, self.counts, self.size)
+
+    def packed(self) -> tuple[Block, Tensor]:
+        """Pack the block into its `size`, without asking the device for anything; `counts` have to be known.
+
+        Returns:
+            The packed block; the index of the token in each column of this one, `[rows, width]`, int64, any index where
+            the row has no such column.
+        """
+        assert self.counts is not None
+        assert self.size is not None
+        counts = self.counts.to(self.tokens.device)
+        ends = counts.cumsum(0)
+        starts = ends - counts
+        place = torch.arange(self.size, device=self.tokens.device)
+        rows = torch.searchsorted(ends, place, right=True).clamp_max(len(counts) - 1)
+        columns = (place - starts[rows]).clamp_max(self.width - 1)
+        unused = place >= ends[-1]
+        positions = self.positions[rows, columns].masked_fill(unused, -1)
+        block = Block(
+            tokens=self.tokens[rows, columns],
+            rows=rows,
+            positions=positions,
+            starts=starts.int(),
+            counts=counts.int(),
+            max_count=self.width,
+            slots=positions if self.slots is None else self.slots[rows, columns].masked_fill(unused, -1),
+            ancestors=None if self.ancestors is None else self.ancestors[rows, columns],
+        )
+        return block, (starts[:, None] + torch.arange(self.width, device=rows.device)).clamp_max(self.size - 1)
