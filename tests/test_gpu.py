@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.decoding import target_pass
 from hf_dsde.divergence import Verdict, compare_outputs
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.cuda_graphs import CudaCapture
@@ -29,6 +29,7 @@ from hf_dsde.execution.memory import cache_bytes
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.workspaces import workspaces
 from hf_dsde.integration import generation
+from hf_dsde.utils import tuning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,7 +119,7 @@ def test_greedy_text_equals_plain_generate_in_float32(
 def test_packed_passes_are_really_packed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     original = GraphRunner._stage_packed
-    monkeypatch.setattr(target_pass, "FREE_TOKENS", 0)
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, free_tokens=0))
     monkeypatch.setattr(
         GraphRunner, "_stage_packed", lambda self, *block: sizes.append(block[1]) or original(self, *block)
     )
@@ -164,7 +165,7 @@ def test_bfloat16_differs_from_plain_generate_at_near_ties_only(
     settings: dict[str, Any], free_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights as wide as a tiny model's make its logits noisy: eager passes of another shape move them by six ulps."""
-    monkeypatch.setattr(target_pass, "FREE_TOKENS", free_tokens)
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, free_tokens=free_tokens))
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
     target = tiny_model(**shape).to(CUDA, torch.bfloat16)
     draft = noisy_copy(tiny_model(**shape).bfloat16(), 0.05).to(CUDA)

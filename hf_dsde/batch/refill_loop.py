@@ -153,8 +153,8 @@ class RefillLoop(SpeculativeLoop):
         self._ahead.forget_plain()
         self._sequences.replace_rows(rows, prompts, [request.max_new_tokens for request in requests])
         spans = [Span(row, 0, len(prompt) - 1) for row, prompt in zip(rows, prompts, strict=True)]
-        self._target.store(spans, self._sequences.tokens_at(spans))
         self._drafter.begin_texts(rows)
+        self._prefill.store(spans)
         taken = set(rows)
         places = [-1 if row in taken else row for row in range(self._sequences.rows)]
         self._policy.select_rows(upload(places, self._sequences.device))

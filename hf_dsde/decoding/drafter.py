@@ -17,7 +17,9 @@ from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sampling import ScoreProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.execution.spans import Span
 from hf_dsde.policies import Signal
 
 
@@ -101,6 +103,28 @@ class Drafter(CandidateGenerator, ABC):
             scores: The target's processed scores, `[rows, width + 1, vocabulary]`, float32.
             num_matches: Draft tokens of each row that the target accepted.
             drafted: Tokens that each row drafted.
+        """
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states it reads, numbered as in `PassOutput`. They cost copies."""
+        return ()
+
+    def read_states(self, spans: Sequence[Span], hidden: tuple[Tensor, ...]) -> None:
+        """Get the target's hidden states of texts that it has read, if any layer was named.
+
+        Args:
+            spans: Where the tokens stand: all of a prompt but its last token.
+            hidden: Of each layer, those of all spans, one after another, `[sum of counts, H]`.
+        """
+
+    def accept(self, verified: VerifiedBlock, hidden: tuple[Tensor, ...]) -> None:
+        """Get the target's hidden states of a round, if any layer was named, before the host knows how it ended.
+
+        Args:
+            verified: Which of the candidates stand.
+            hidden: Of each layer, those of each row's last token and candidates, `[rows, width + 1, H]`. Of a row, the
+                first `accepted + 1` belong to its text.
         """
 
     def prefill(self, rows: Sequence[int]) -> bool:  # noqa: ARG002 - who reads nothing need not look

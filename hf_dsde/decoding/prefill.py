@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -45,7 +45,13 @@ class Prefill:
     def store_prompts(self) -> None:
         """Let the target read all prompts, but for their last tokens."""
         spans = [Span(row, 0, length - 1) for row, length in enumerate(self._sequences.prompt_lengths)]
-        self._target.store(spans, self._sequences.tokens_at(spans))
+        self.store(spans)
+
+    def store(self, spans: Sequence[Span]) -> None:
+        """Let the target read texts, and hand the drafter what it wants of their hidden states."""
+        hidden = self._target.store(spans, self._sequences.tokens_at(spans))
+        if hidden:
+            self._drafter.read_states(spans, hidden)
 
     def read_draft(self, plan: RoundPlan, *, wait: bool) -> None:
         """Let the drafter read the texts of rows that draft for the first time. Without drafts it reads none.

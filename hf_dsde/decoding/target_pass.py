@@ -15,9 +15,8 @@ import torch
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock, packed_bucket
+from hf_dsde.utils.tuning import tuning_of
 
-FREE_TOKENS = 128
-"""Tokens that a pass takes in while it is bound by reading weights, on devices like an H100 or H200."""
 LEAST_SAVING = 0.1
 """Share of a padded pass that packing has to save: putting tokens into place and results back costs something."""
 
@@ -31,6 +30,7 @@ class VerificationPass:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._free_tokens = tuning_of(runner.device).free_tokens
 
     def recorded(self, width: int, longest: int) -> bool:
         """Whether blocks of this width are run by a padded pass that has been recorded, so that `stage` is cheap."""
@@ -62,4 +62,4 @@ class VerificationPass:
     def _saves(self, size: int, width: int) -> bool:
         """Whether a packed pass of `size` tokens does with notably fewer than a padded one, beyond what is free."""
         padded = len(self._runner.live_rows) * self._runner.padded_width(width)
-        return max(size, FREE_TOKENS) <= (1 - LEAST_SAVING) * padded
+        return max(size, self._free_tokens) <= (1 - LEAST_SAVING) * padded

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.candidate_generator import (
     AssistedCandidateGeneratorDifferentTokenizers,
     CandidateGenerator,
+    MTPCandidateGenerator,
     PromptLookupCandidateGenerator,
 )
 
@@ -54,6 +55,11 @@ def drafter_for(
         return assistant
     if isinstance(assistant, CandidateGenerator):
         return PerRowDrafter(partial(_copied, assistant), owner=assistant)
+    if assistant is None and getattr(generation_config, "use_mtp", None):
+        generator = _multi_token_predictor(target, generation_config, processors)
+        last = target.config.get_text_config(decoder=True).num_hidden_layers
+        make, least = partial(_copied, generator), generator.num_mtp_layers or 0
+        return PerRowDrafter(make, owner=target, hidden_layers=(last,), least_states=least)
     if assistant is None:
         return PerRowDrafter(partial(_lookup, target, generation_config, processors), owner=target)
     draft = unwrapped("assistant_model", assistant)
@@ -101,6 +107,25 @@ def _lookup(
     )
 
 
+def _multi_token_predictor(
+    target: PreTrainedModel, generation_config: GenerationConfig, processors: LogitsProcessorList
+) -> MTPCandidateGenerator:
+    """The layers for multi-token prediction that lie beside the target's weights, loaded as transformers does it."""
+    return MTPCandidateGenerator(
+        main_model=target,
+        generation_config=_greedy(generation_config),
+        model_kwargs={},
+        logits_processor=processors,
+    )
+
+
+def _greedy(generation_config: GenerationConfig) -> GenerationConfig:
+    """A copy that takes the best tokens: of what could be proposed, the best is the likeliest to be drawn."""
+    greedy = copy.deepcopy(generation_config)
+    greedy.do_sample = False
+    return greedy
+
+
 class _Translating(AssistedCandidateGeneratorDifferentTokenizers):
     """Universal assisted generation, also where a text means nothing to the draft yet."""
 
@@ -120,18 +145,13 @@ def _translating(
     assistant_tokenizer: PreTrainedTokenizerBase,
     text: Tensor,
 ) -> CandidateGenerator:
-    """Universal assisted generation: the draft's own greedy text, translated.
-
-    Greedy also where the target samples: of what a draft could propose, its best token is the likeliest to be drawn.
-    """
-    greedy = copy.deepcopy(generation_config)
-    greedy.do_sample = False
+    """Universal assisted generation: the draft's own greedy text, translated."""
     return _Translating(
         input_ids=cast("LongTensor", text),
         assistant_model=draft,
         target_tokenizer=tokenizer,
         assistant_tokenizer=assistant_tokenizer,
-        generation_config=greedy,
+        generation_config=_greedy(generation_config),
         model_kwargs={},
         logits_processor=LogitsProcessorList(),
     )

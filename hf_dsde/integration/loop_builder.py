@@ -51,7 +51,9 @@ def build_loop(
     """
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
     drafter.start(DraftCall(sequences, vocabulary_size, process, do_sample, capacity, cache_limit, config))
-    target = create_runner(model, sequences.rows, capacity, config.options, config.runner)
+    target = create_runner(
+        model, sequences.rows, capacity, config.options, config.runner, hidden_layers=drafter.hidden_layers
+    )
     target.cache.limit = cache_limit
     return kind(
         target=target,

@@ -87,13 +87,18 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
             "a draft can only be verified against one continuation per row. Use num_beams=1. " + PLAIN,
         )
     assistant = mode_kwargs.get("assistant_model")
-    lookup = getattr(generation_config, "prompt_lookup_num_tokens", None)
-    if assistant is None and lookup is None:
+    ways = {name: getattr(generation_config, name, None) for name in ("prompt_lookup_num_tokens", "use_mtp")}
+    ways = {"assistant_model": assistant, **{name: value or None for name, value in ways.items()}}
+    named = [name for name, value in ways.items() if value is not None]
+    if not named:
         _refuse(
             "assistant_model=None",
             "`speculation_policy` decides how much is drafted, so something has to draft. Pass assistant_model=..., or "
-            "prompt_lookup_num_tokens=... to draft from the text itself. " + PLAIN,
+            "prompt_lookup_num_tokens=... to draft from the text itself, or use_mtp=True where the target has layers "
+            "for it. " + PLAIN,
         )
+    if len(named) > 1:
+        _refuse(f"{named[1]}={ways[named[1]]}", f"it is another way of drafting. Use it or {named[0]}.")
     if getattr(generation_config, "dola_layers", None) is not None:
         _refuse(
             f"dola_layers={generation_config.dola_layers!r}",
@@ -101,9 +106,7 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
         )
     if getattr(generation_config, "is_assistant", False):
         _refuse("is_assistant=True", "it marks the calls of a draft inside a stock call. Leave it out.")
-    if assistant is not None and lookup is not None:
-        _refuse(f"prompt_lookup_num_tokens={lookup}", "it is another way of drafting. Use it or assistant_model.")
-    for name in ("assistant_early_exit", "use_mtp", "speculation_type"):
+    for name in ("assistant_early_exit", "speculation_type"):
         if getattr(generation_config, name, None):
             _refuse(
                 f"{name}={getattr(generation_config, name)}",
@@ -112,7 +115,8 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
     if getattr(assistant, "requires_model_outputs", False):
         _refuse(
             f"assistant_model={type(assistant).__name__}",
-            "it needs the target's hidden states, which are not handed to generators of single rows. " + PLAIN,
+            "it needs the target's hidden states, which are not handed to generators that are passed. "
+            "Use use_mtp=True for the target's own layers. " + PLAIN,
         )
     if mode is not GenerationMode.ASSISTED_GENERATION:
         _refuse(f"generation mode '{mode.value}'", "only greedy decoding and sampling can be verified. " + PLAIN)

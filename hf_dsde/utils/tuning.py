@@ -73,6 +73,8 @@ class Tuning:
         long_gap: Tokens that a row may miss and still be caught up in the first pass of a draft, whether it drafts or
             not. Whoever misses more is caught up when it drafts, by passes of its own: a probe in a few rows then does
             not cost what all rows have missed (bad_draft_probes_h200.json).
+        free_tokens: Tokens that a pass takes in while it is bound by reading weights: padding below costs nothing
+            (pass_times_h200.json).
         wide_pass_tokens: In a batch of few rows, the first pass of a draft takes in all that is missed if it has no
             more tokens than this, padding included: such a pass takes little longer than one of a token per row, where
             two passes take twice as long (pass_times_h200.json: 1.5 times with 96 tokens of 1B).
@@ -90,6 +92,7 @@ class Tuning:
     reach_factor: int
     fine_rows: int
     long_gap: int
+    free_tokens: int
     wide_pass_tokens: int
 
 
@@ -125,6 +128,7 @@ HOPPER = Tuning(
     reach_factor=4,
     fine_rows=64,
     long_gap=8,
+    free_tokens=128,
     wide_pass_tokens=128,
 )
 """Compute capability 9: H100, H200, GH200."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +17,15 @@ from tiny_policies import RandomLengths, ScriptedLengths
 
 import hf_dsde
 from hf_dsde.costs import CostModel, LiveCosts
-from hf_dsde.decoding import target_pass
-from hf_dsde.decoding.target_pass import FREE_TOKENS, LEAST_SAVING, VerificationPass
+from hf_dsde.decoding.target_pass import LEAST_SAVING, VerificationPass
 from hf_dsde.execution.model_runner import WIDTH_BUCKETS, next_bucket
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock, packed_bucket
 from hf_dsde.measurement.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.policies import Signal
 from hf_dsde.policies.base import PhaseTimes
+from hf_dsde.utils import tuning
+from hf_dsde.utils.tuning import HOPPER
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +83,7 @@ class TestForm:
         assert runner.calls == [("packed", packed_bucket(sum(UNEVEN)), 77)]
         assert result.packed_tokens == packed_bucket(sum(UNEVEN))
 
-    @pytest.mark.parametrize("rows", [1, 8, FREE_TOKENS // 10])
+    @pytest.mark.parametrize("rows", [1, 8, HOPPER.free_tokens // 10])
     def test_passes_whose_tokens_are_free_are_padded(self, rows: int) -> None:
         """9 columns are run as 10."""
         runner = FakeRunner(rows)
@@ -131,10 +133,10 @@ class TestForm:
         columns = next(bucket for bucket in WIDTH_BUCKETS if bucket >= max(counts))
         padded, packed = len(counts) * columns, packed_bucket(sum(counts))
         if runner.calls[0][0] == "packed":
-            assert padded > FREE_TOKENS
+            assert padded > HOPPER.free_tokens
             assert packed < padded
         else:
-            assert padded * (1 - LEAST_SAVING) < max(packed, FREE_TOKENS)
+            assert padded * (1 - LEAST_SAVING) < max(packed, HOPPER.free_tokens)
 
 
 class TestCountsOnTheHost:
@@ -204,7 +206,7 @@ class TestCalls:
 
     @pytest.fixture(autouse=True)
     def costly_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(target_pass, "FREE_TOKENS", 0)
+        monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, free_tokens=0))
 
     def call(self, policy: hf_dsde.StoppingPolicy) -> SpeculationStatistics:
         """Check the text against that of plain decoding; return the statistics."""
@@ -259,7 +261,7 @@ class TestCalls:
     def test_costs_learn_the_columns_that_a_padded_pass_of_as_many_tokens_has(
         self, free_tokens: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(target_pass, "FREE_TOKENS", free_tokens)
+        monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, free_tokens=free_tokens))
         widths = []
 
         class Watched(LiveCosts):

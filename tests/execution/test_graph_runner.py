@@ -18,7 +18,6 @@ from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.decoding import target_pass
 from hf_dsde.execution import create_runner as runners
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.fused_families import why_not_fused
@@ -100,7 +99,7 @@ def test_greedy_text_is_that_of_plain_decoding(family: str, fused: bool, agreeme
 def test_packed_passes_give_the_same_text(
     family: str, stop_probability: float, agreement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_pass, "FREE_TOKENS", 0)
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, free_tokens=0))
     packed = []
     original = GraphRunner._stage_packed
     monkeypatch.setattr(
@@ -120,7 +119,7 @@ def test_packed_passes_give_the_same_text(
 def test_sampled_text_is_that_of_the_eager_runner(
     settings: dict[str, Any], free_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_pass, "FREE_TOKENS", free_tokens)
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, free_tokens=free_tokens))
     target = tiny_model()
     draft = noisy_copy(target, 0.05)
 

@@ -201,7 +201,7 @@ def test_a_mode_that_is_neither_greedy_nor_sampling_is_refused() -> None:
 def test_heads_of_the_target_that_draft_are_a_second_way_of_drafting() -> None:
     config = GenerationConfig(num_beams=1)
     config.use_mtp = True
-    with pytest.raises(ValueError, match=r"use_mtp=True.*Leave it out"):
+    with pytest.raises(ValueError, match=r"use_mtp=True.*Use it or assistant_model"):
         refusals.check_mode(GenerationMode.ASSISTED_GENERATION, config, {"assistant_model": draft()})
 
 
