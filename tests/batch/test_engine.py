@@ -309,8 +309,8 @@ class Caches:
         self.made: list[Any] = []
         make = loop_builder.create_runner
 
-        def create_runner(*arguments: Any) -> Any:
-            runner = make(*arguments)
+        def create_runner(*arguments: Any, **options: Any) -> Any:
+            runner = make(*arguments, **options)
             self.made.append((runner.model, runner.rows, runner.cache))
             return runner
 

@@ -81,7 +81,7 @@ def test_memory_that_runs_out_while_a_row_is_refilled_loses_neither_text_nor_pro
 
     monkeypatch.setattr(ModelRunner, "store", failing)
     made = generator(batch_size=4)
-    with pytest.warns(BatchSizeWarning, match="with 4 rows, so the batch has 2 from now on; [1-4] texts begin anew"):
+    with pytest.warns(BatchSizeWarning, match="with 4 rows, so the batch has 2 from now on; [1-4] texts begin again"):
         results = list(made.stream(ROWS))
     check(results, undisturbed)
     assert made.statistics.batch_sizes == [4, 2]
@@ -90,10 +90,10 @@ def test_memory_that_runs_out_while_a_row_is_refilled_loses_neither_text_nor_pro
 def test_memory_that_runs_out_before_there_are_caches_halves_the_batch(undisturbed, monkeypatch):
     create = loop_builder.create_runner
 
-    def failing(model, rows, *arguments):
+    def failing(model, rows, *arguments, **options):
         if rows > 2:
             raise out_of_memory()
-        return create(model, rows, *arguments)
+        return create(model, rows, *arguments, **options)
 
     monkeypatch.setattr(loop_builder, "create_runner", failing)
     made = generator(batch_size=16)
@@ -162,8 +162,8 @@ def test_the_caches_that_did_not_fit_are_gone_when_memory_is_given_back(monkeypa
     runners: list[weakref.ref] = []
     alive: list[int] = []
 
-    def watched(*arguments):
-        runner = create(*arguments)
+    def watched(*arguments, **options):
+        runner = create(*arguments, **options)
         runners.append(weakref.ref(runner))
         return runner
 

@@ -33,6 +33,8 @@ pytestmark = pytest.mark.slow
 class FakeRunner:
     """Says which form it was asked for, in place of logits."""
 
+    device = torch.device("cpu")
+
     def __init__(self, rows: int, *, packs: bool = True, live: int | None = None) -> None:
         self.rows = rows
         self.packs = packs

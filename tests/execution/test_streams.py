@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import hf_dsde
 from hf_dsde.decoding import loop, run_ahead
+from hf_dsde.decoding.run_ahead import RunAhead
 from hf_dsde.drafting.model import ModelDrafter
-from hf_dsde.execution.streams import SideStream
 from hf_dsde.measurement.clock import PhaseClock
 from hf_dsde.policies import StoppingPolicy
 
@@ -91,20 +91,20 @@ def test_nothing_runs_in_front_of_the_round_that_measures_a_plain_step(
     under_way: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[int] = []
-    original = ModelDrafter.begin
+    original = RunAhead.begin_draft
 
-    def begin(self: ModelDrafter, side: SideStream) -> None:
+    def begin(self: RunAhead) -> None:
         begun.append(len(under_way))
-        original(self, side)
+        original(self)
 
-    monkeypatch.setattr(ModelDrafter, "begin", begin)
+    monkeypatch.setattr(RunAhead, "begin_draft", begin)
     target = tiny_model()
     call = {"max_new_tokens": loop.COST_PROBE_MIN_TOKENS, "eos_token_id": None, "pad_token_id": 0}
     output = generate(target, noisy_copy(target, 0.05), "static", **call, return_dict_in_generate=True)
     rounds = output.speculation_statistics.rounds
     (probe,) = [place for place, counts in enumerate(rounds) if counts.draft_steps == 0]
     assert probe == loop.COST_PROBE_ROUND
-    # By then there has been a proposal in each round but that one; behind the third, nothing is begun.
+    # By then there has been a proposal in each round but that one; after the third, nothing is begun.
     assert begun == list(range(1, len(rounds)))
     assert under_way == [False, *[True] * (probe - 1), False, *[True] * (len(rounds) - probe - 2)]
 

@@ -14,7 +14,6 @@ import hf_dsde
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.run_ahead import RunAhead
-from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.streams import SideStream
 from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, StaticPolicy
@@ -100,13 +99,11 @@ def test_the_target_s_pass_is_ready_when_a_policy_says_that_drafting_is_over(mon
     assert sum(ready) > len(ready) / 2, "all but those near the end of the text, which draft all that they may"
 
 
-@pytest.mark.parametrize(("drafted", "owner", "begins"), [(3, ModelDrafter, "begin"), (0, RunAhead, "begin_plain")])
-def test_the_pass_does_not_wait_for_the_policy(
-    drafted: int, owner: type, begins: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("drafted", "begins"), [(3, "begin_draft"), (0, "begin_plain")])
+def test_the_pass_does_not_wait_for_the_policy(drafted: int, begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = BusyPolicy(LONG, drafted)
     policy_was_done: list[bool] = []
-    original = getattr(owner, begins)
+    original = getattr(RunAhead, begins)
     sides: list[SideStream] = []
     original_fork = SideStream.fork
 
@@ -125,7 +122,7 @@ def test_the_pass_does_not_wait_for_the_policy(
     expected = generate()
     generate(policy=BusyPolicy(num_draft_tokens=drafted))  # records
     monkeypatch.setattr(SideStream, "fork", fork)
-    monkeypatch.setattr(owner, begins, begin)
+    monkeypatch.setattr(RunAhead, begins, begin)
     assert torch.equal(generate(policy=policy), expected)
     assert len(policy_was_done) > 8
     assert not any(policy_was_done)

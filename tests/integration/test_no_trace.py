@@ -240,8 +240,8 @@ def test_nothing_of_a_call_waits_for_the_garbage_collector(policy: str, monkeypa
     runners: list[weakref.ref[Any]] = []
     create = loop_builder.create_runner
 
-    def watched(*arguments: Any) -> Any:
-        runner = create(*arguments)
+    def watched(*arguments: Any, **options: Any) -> Any:
+        runner = create(*arguments, **options)
         runners.append(weakref.ref(runner))
         return runner
 
