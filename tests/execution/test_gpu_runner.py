@@ -211,7 +211,7 @@ def test_logits_processors_are_no_reason_to_wait(name: str, policy: str, monkeyp
     assert waits.pop(PACKING, 0) <= (rounds if inside else 0)
     assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
     waits.pop("elsewhere", None)
-    made = {place: times for place, times in waits.items() if place.startswith("processing/")}
+    made = {place: times for place, times in waits.items() if place.startswith("decoding/processing/")}
     # What serves a whole call is made at its first block: masks of tokens, biased sequences.
     assert all(place.endswith(("::_make", "::_make_rows", "::token_mask", "::_forced_tokens")) for place in made), made
     assert sum(made.values()) <= MOST_SETTING_UP, made
