@@ -37,6 +37,7 @@ LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
 """Lines of a body, without the signature, where commands declare their options, and without the docstring."""
 LOOSE_MODULES = 10
+LONGEST_LOOP = 250
 
 
 def source_files() -> list[Path]:
@@ -125,3 +126,9 @@ def test_files_and_functions_can_be_read_at_a_sitting() -> None:
                 if lines > LONGEST_FUNCTION:
                     too_long.append(f"{file.name}::{node.name}: {lines} lines")
     assert too_long == []
+
+
+def test_a_round_fits_on_a_few_pages() -> None:
+    """What is done in a round, and all that it calls on the loop, stands in one file."""
+    text = MODULES["hf_dsde.decoding.loop"].read_text(encoding="utf-8")
+    assert text.count("\n") <= LONGEST_LOOP

@@ -83,10 +83,10 @@ class RefillLoop(SpeculativeLoop):
 
         Whoever takes them may be in another mode of torch each time.
         """
-        with lasting(), self._active():
+        with lasting(), self._target.active(), self._drafter.active():
             plan = self._begin()
         while any(plan.active_rows):
-            with lasting(), self._active():
+            with lasting(), self._target.active(), self._drafter.active():
                 while any(plan.active_rows) and not self._ready:
                     plan = self._round(plan)
             yield from self.take_ready()

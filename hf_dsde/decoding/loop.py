@@ -9,8 +9,7 @@ either, nor the pass for lengths that it does not need yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -38,7 +37,7 @@ from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.measurement.clock import PhaseClock
 from hf_dsde.measurement.counts import RoundRecorder
-from hf_dsde.policies.base import PhaseTimes, Signal, StoppingPolicy
+from hf_dsde.policies.base import Signal, StoppingPolicy
 from hf_dsde.utils.transfers import Download
 
 COST_PROBE_ROUND = 3
@@ -98,7 +97,6 @@ class SpeculativeLoop:
         self._policy = self._lengths.policy
         self._log = RoundLog(statistics)
         self._ahead = RunAhead(VerificationPass(target), drafter, sequences, policy)
-        self._times: PhaseTimes | None = None
 
     @property
     def probes_cost(self) -> bool:
@@ -118,7 +116,7 @@ class SpeculativeLoop:
             tokens of each row.
         """
         try:
-            with self._active():
+            with self._target.active(), self._drafter.active():
                 plan = self._begin()
                 while any(plan.active_rows):
                     plan = self._round(plan)
@@ -129,12 +127,6 @@ class SpeculativeLoop:
         lengths = self._stopping.final_lengths()
         self._feed.end()
         return self._sequences.text(lengths, max(lengths)), lengths
-
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        """Hold the models' settings, which are as before when the `with` block ends."""
-        with self._target.active(), self._drafter.active():
-            yield
 
     def _begin(self) -> RoundPlan:
         """Store the prompts and plan the first round."""
@@ -182,7 +174,7 @@ class SpeculativeLoop:
         if ahead.overlaps:
             self._clock.mark()
             ahead.stage(going_on, candidates.width, plain=probes or plan.foretells_plain(1))
-        wish = self._lengths.after(done, self._times, going_on)
+        wish = self._lengths.after(done, self._log.times, going_on)
         vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, wish]
         download = Download(vectors, new_tokens)
         # No pass is needed after the last token that any row may emit.
@@ -226,8 +218,8 @@ class SpeculativeLoop:
         """Log the round: at once, or while the device runs the next one."""
         if not self._ahead.overlaps:
             self._clock.mark()
-        self._times = self._clock.read(self._policy.take_seconds())
-        record = RoundRecord.of(done, self._times, drafted, accepted, emitted, len(self._target.live_rows))
+        times = self._clock.read(self._policy.take_seconds())
+        record = RoundRecord.of(done, times, drafted, accepted, emitted, len(self._target.live_rows))
         self._log.add(record, self.recording_costs.passes)
         if not self._ahead.overlaps:
             self._log.flush()

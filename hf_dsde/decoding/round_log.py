@@ -81,10 +81,12 @@ class RoundLog:
 
     Attributes:
         costs: Learn what passes take; None if nobody needs to know.
+        times: Seconds of the last round; None before the first is over.
     """
 
     def __init__(self, statistics: RoundRecorder) -> None:
         self.costs: LiveCosts | None = None
+        self.times: PhaseTimes | None = None
         self._statistics = statistics
         self._passes_before = 0
         self._pending: tuple[RoundRecord, int] | None = None
@@ -101,6 +103,7 @@ class RoundLog:
             recorded: Passes that have been recorded so far. The seconds of a round in which passes were recorded say
                 nothing about later rounds.
         """
+        self.times = record.times
         self._pending = record, recorded - self._passes_before
         self._passes_before = recorded
 

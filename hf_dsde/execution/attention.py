@@ -97,9 +97,9 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def packed_mask(visible: Tensor, shared: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask of a query block in which `shared` query heads lie behind each other.
+    """Return the mask of a query block in which `shared` query heads lie one after another.
 
-    It is of the kind that is added to scores, into which torch would turn a boolean one anew in every layer.
+    It is of the kind that is added to scores, into which torch would turn a boolean one again in every layer.
 
     Args:
         visible: `[rows, 1, width, view]`, bool.

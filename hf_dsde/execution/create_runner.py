@@ -50,7 +50,7 @@ def create_runner(
     Args:
         model: A decoder-only model in evaluation.
         rows: Number of sequences.
-        capacity: Tokens per row the cache shall hold to begin with.
+        capacity: Tokens per row the cache holds to begin with.
         options: How passes are run.
         runner: `eager` or `graph`. None takes `graph` on a CUDA device and `eager` elsewhere.
         recorded_widths: Block widths that are recorded, ascending; None for the runner's own, which are fine.

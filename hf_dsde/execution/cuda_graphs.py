@@ -36,7 +36,7 @@ class RecordingCosts:
     Attributes:
         passes: Passes recorded.
         seconds: Time it took, compilation of kernels included.
-        bytes: Device memory that recorded passes hold besides the caches.
+        bytes: Device memory that recorded passes hold in addition to the caches.
     """
 
     passes: int = 0

@@ -291,7 +291,7 @@ class FusedDecoder:
         return self._ops.silu_mul(gate(x), up(x))
 
     def _taken_over(self, modules: Sequence[Any], x: Tensor) -> bool:
-        """Whether the ops compute what these modules would. Looked up anew each time: hooks come and go."""
+        """Whether the ops compute what these modules would. Looked up again each time: hooks come and go."""
         if not all(_is_plain(module, x.dtype) for module in modules):
             return False
         rows = sum(len(module.weight) for module in modules)

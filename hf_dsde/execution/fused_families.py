@@ -103,7 +103,7 @@ def _structural_reasons(model: nn.Module, family: str) -> Iterator[str]:
 def _attachments(name: str, module: nn.Module) -> Iterator[str]:
     """What would happen around a module's `forward` if it were called."""
     replaced = module.__dict__.get("forward")
-    # Taking off an accelerate hook leaves the module's own method behind as an attribute, which changes nothing.
+    # Taking off an accelerate hook leaves the module's own method as an attribute, which changes nothing.
     if replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward:
         yield f"`forward` of {name} was replaced, and a fused pass does not call it"
     if hasattr(module, "_hf_hook"):

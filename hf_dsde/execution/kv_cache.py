@@ -115,7 +115,7 @@ class WritePlan:
     """Where the next block goes and how much of the cache it sees; shared by all layers of a cache.
 
     Attributes:
-        capacity: Slots a row can fill. The discard slot lies behind them, at index `capacity`.
+        capacity: Slots a row can fill. The discard slot lies after them, at index `capacity`.
         rows: Rows of the cache; None until the first block tells, if nobody said.
         view: Slots shown to the next block's queries, at most `capacity`.
     """

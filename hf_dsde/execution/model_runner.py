@@ -69,7 +69,7 @@ class ModelRunner(ABC):
     Args:
         model: A decoder-only model in evaluation.
         rows: Number of sequences.
-        capacity: Tokens per row the cache shall hold to begin with.
+        capacity: Tokens per row the cache holds to begin with.
         options: How passes are run.
         hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
 
@@ -352,7 +352,7 @@ class EagerRunner(ModelRunner):
 def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
     """Median seconds of a pass of `width` columns per row over caches of up to `longest` tokens.
 
-    The passes write behind every row's text, where nothing is kept.
+    The passes write after every row's text, where nothing is kept.
 
     Args:
         runner: With prompts of up to `longest` tokens stored, each without its last token.

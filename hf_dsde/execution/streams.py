@@ -19,7 +19,7 @@ class SideStream:
     Between `fork` and `join` the current stream may be given anything that does not touch what the work reads or
     writes. The allocator takes memory for free as soon as the host drops it. So the work's inputs have to be kept until
     `join`, and the work must not drop memory of the current stream, as growing a cache would. What it makes itself may
-    be used and dropped after `join`: the next work begins behind the next `fork`.
+    be used and dropped after `join`: the next work begins after the next `fork`.
 
     On other devices the work is done when `beside` is reached.
 

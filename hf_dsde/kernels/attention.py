@@ -104,7 +104,7 @@ def _attend(
     sums = tl.zeros((block_m, block_value), tl.float32)
     for first in range(begin, end, block_n):
         slot = first + tl.arange(0, block_n)
-        # Slots behind the row's last token cost no bandwidth; what lies there is never seen anyway.
+        # Slots after the row's last token cost no bandwidth; what lies there is never seen anyway.
         loaded = slot[:, None] < end
         key_present, value_present = loaded, loaded
         if block_dim != dim:

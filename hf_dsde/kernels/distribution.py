@@ -1,6 +1,6 @@
 """What policies ask of a draft's distribution, in one kernel: its entropy and its two largest probabilities.
 
-In plain torch that is a dozen kernels over the vocabulary, one behind another, and a draft step is bound by their
+In plain torch that is a dozen kernels over the vocabulary, one after another, and a draft step is bound by their
 number.
 """
 

@@ -320,7 +320,7 @@ def rotate_and_store(
             heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim,
             block_half=triton.next_power_of_2(dim // 2), block_value=triton.next_power_of_2(value_dim),
             block_heads=block_heads, q_parts=q_parts, k_parts=k_parts, num_warps=4,
-            # Fused into one instruction, a product and the sum behind it would lose the rounding between them.
+            # Fused into one instruction, a product and the sum after it would lose the rounding between them.
             enable_fp_fusion=False,
             **chaining(q.device),
         )  # fmt: skip

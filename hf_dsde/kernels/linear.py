@@ -158,7 +158,7 @@ def _weights(
     slices: tl.constexpr,
     even: tl.constexpr,
 ) -> tl.tensor:
-    """Elements from `start` of rows that exist, `[slices, block_k / slices, rows]`; 0 behind their ends."""
+    """Elements from `start` of rows that exist, `[slices, block_k / slices, rows]`; 0 after their ends."""
     column = start + tl.arange(0, slices)[:, None, None] * (block_k // slices)
     column += tl.arange(0, block_k // slices)[None, None, :]
     place = weight + row[None, :, None].to(tl.int64) * width + column
@@ -212,7 +212,7 @@ def _linears_kernel(
                     block -= blocks
                     weight, bias, out, rows, biased = weight2, bias2, out2, rows2, biased2
     row = block * block_n + tl.arange(0, block_n)
-    read = tl.minimum(row, rows - 1)  # a row behind the last is computed again rather than masked, and not stored
+    read = tl.minimum(row, rows - 1)  # a row after the last is computed again rather than masked, and not stored
     await_inputs(chained)
     parts = tl.zeros((slices, block_m, block_n), tl.float32)
     for start in tl.range(0, width, block_k, num_stages=stages):
