@@ -13,7 +13,12 @@ from reporting.markdown import code, listed, middle, rate, rate_spread, ratio, r
 SMALL, LARGE = "8B/deep-1B-strong", "32B/deep-1B-strong"
 GENERATE, COMPILED = "generate", "generate_static"
 # Newest first. The first is made by the command at the end of docs/performance.md.
-NEWEST = ("policies_8B.json", "policies_8B_1853f90.json", "large_batches_8B_8955a6c.json", "large_batches_8B_d34fb29.json")
+NEWEST = (
+    "policies_8B.json",
+    "policies_8B_1853f90.json",
+    "large_batches_8B_8955a6c.json",
+    "large_batches_8B_d34fb29.json",
+)
 LENGTHS = (
     "lengths_8B_c605079.json",
     "lengths_32B_c605079.json",

@@ -24,7 +24,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hf_dsde.batch.requests import Request
 from hf_dsde.decoding.processing.functions import serves_every_row
-from hf_dsde.integration import validation as refusals
+from hf_dsde.integration import validation
 
 OWN_ARGUMENTS = {
     "num_return_sequences": "Repeat the row in the data instead.",
@@ -63,7 +63,7 @@ def _capture(
     **model_kwargs: Any,
 ) -> _Prepared:
     """A decoding method for `generate(custom_generate=...)` that decodes nothing."""
-    refusals.check_call(model, input_ids, logits_processor, generation_config, False, model_kwargs)
+    validation.check_call(model, input_ids, logits_processor, generation_config, False, model_kwargs)
     return _Prepared(logits_processor, stopping_criteria, generation_config)
 
 
@@ -100,9 +100,9 @@ class Preparation:
             if arguments.get(name) not in (None, False) and not (name.startswith("num_") and arguments[name] == 1):
                 msg = f"{name}={arguments[name]!r} has no meaning for batch inference. {way_out}"
                 raise ValueError(msg)
-        refusals.check_options(arguments.get("generation_config"), arguments)
-        refusals.check_models(model, draft, packed_attention)
-        refusals.check_tokenizers(model, draft, tokenizer, arguments.get("assistant_tokenizer"))
+        validation.check_options(arguments.get("generation_config"), arguments)
+        validation.check_models(model, draft, packed_attention)
+        validation.check_tokenizers(model, draft, tokenizer, arguments.get("assistant_tokenizer"))
         self._model = model
         asked = ("stop_strings", "assistant_tokenizer")
         self._arguments = {name: value for name, value in arguments.items() if name not in asked}
@@ -113,7 +113,7 @@ class Preparation:
         mode = GenerationMode.ASSISTED_GENERATION
         if prepared.config.num_beams > 1:
             mode = GenerationMode.BEAM_SEARCH
-        refusals.check_mode(mode, prepared.config, {"assistant_model": draft})
+        validation.check_mode(mode, prepared.config, {"assistant_model": draft})
         self.do_sample = bool(prepared.config.do_sample)
         ends = [c.eos_token_id for c in prepared.criteria if type(c) is EosTokenCriteria]
         self.end_tokens: list[int] = torch.cat(ends).tolist() if ends else []

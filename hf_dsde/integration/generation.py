@@ -25,7 +25,7 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.stopping import Stopping, length_limit
 from hf_dsde.decoding.token_feed import TokenFeed
 from hf_dsde.execution.wrappers import may_depend_on_rows
-from hf_dsde.integration import validation as refusals
+from hf_dsde.integration import validation
 from hf_dsde.integration.drafters import Assistant, drafter_for
 from hf_dsde.integration.loop_builder import build_loop
 from hf_dsde.integration.outputs import SpeculativeGenerateOutput
@@ -103,7 +103,7 @@ def generate_speculatively(
     Raises:
         ValueError: For any reason named in `hf_dsde.integration.validation`.
     """
-    refusals.check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
+    validation.check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
     drafter = drafter_for(model, assistant_model, generation_config, logits_processor, tokenizer, assistant_tokenizer)
     config = speculation.config
     if may_depend_on_rows(model) or drafter.depends_on_rows:  # then all rows stay in, each at its place

@@ -25,7 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import release_memory
 from hf_dsde.execution.wrappers import innermost
-from hf_dsde.integration import validation as refusals
+from hf_dsde.integration import validation
 from hf_dsde.integration.drafters import Assistant
 from hf_dsde.integration.generation import Speculation, generate_speculatively
 from hf_dsde.integration.outputs import SpeculativeGenerateOutput
@@ -41,9 +41,9 @@ def _prepare_generation_config(
     policy = kwargs.pop("speculation_policy", None)
     config = kwargs.pop("speculation_config", None)
     prepared, model_kwargs = parent(model, generation_config, **kwargs)
-    refusals.check_hidden_policy(prepared)
+    validation.check_hidden_policy(prepared)
     if policy is not None or config is not None:
-        refusals.check_options(generation_config, kwargs)
+        validation.check_options(generation_config, kwargs)
         setattr(prepared, _SPECULATION, Speculation.of(policy, config))
     return prepared, model_kwargs
 
@@ -59,12 +59,12 @@ def _validate_generation_mode(
     if speculation is None:
         parent(model, generation_mode, generation_config, generation_mode_kwargs)
         return
-    refusals.check_mode(generation_mode, generation_config, generation_mode_kwargs)
+    validation.check_mode(generation_mode, generation_config, generation_mode_kwargs)
     assistant, *tokenizers = (
         generation_mode_kwargs.get(name) for name in ("assistant_model", "tokenizer", "assistant_tokenizer")
     )
     packed_attention = speculation.config.options.packed_attention
-    refusals.check_assistant(model, assistant, *tokenizers, packed_attention=packed_attention)
+    validation.check_assistant(model, assistant, *tokenizers, packed_attention=packed_attention)
 
 
 def _assisted_decoding(
@@ -248,10 +248,12 @@ def generate(
     mode = GenerationMode.ASSISTED_GENERATION
     if generation_config.num_beams > 1:
         mode = GenerationMode.BEAM_SEARCH
-    refusals.check_mode(mode, generation_config, {"assistant_model": assistant_model})
+    validation.check_mode(mode, generation_config, {"assistant_model": assistant_model})
     speculation = Speculation.of(speculation_policy, speculation_config)
     packed_attention = speculation.config.options.packed_attention
-    refusals.check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, packed_attention=packed_attention)
+    validation.check_assistant(
+        model, assistant_model, tokenizer, assistant_tokenizer, packed_attention=packed_attention
+    )
     return generate_speculatively(
         model,
         input_ids,

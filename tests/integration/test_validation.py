@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_dsde
 from hf_dsde import SpeculationConfig, compat
-from hf_dsde.integration import validation as refusals
+from hf_dsde.integration import validation
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -190,19 +190,19 @@ def test_a_way_of_mixing_the_draft_into_the_target_is_refused() -> None:
     config = GenerationConfig()
     config.assistant_ensemble_weight = 0.3
     with pytest.raises(ValueError, match=r"assistant_ensemble_weight=0\.3.*Leave it out"):
-        refusals.check_call(target(), BATCH["input_ids"], LogitsProcessorList(), config, False, {})
+        validation.check_call(target(), BATCH["input_ids"], LogitsProcessorList(), config, False, {})
 
 
 def test_a_mode_that_is_neither_greedy_nor_sampling_is_refused() -> None:
     with pytest.raises(ValueError, match=r"contrastive_search.*Leave out"):
-        refusals.check_mode(GenerationMode.CONTRASTIVE_SEARCH, GenerationConfig(num_beams=1), {"assistant_model": 1})
+        validation.check_mode(GenerationMode.CONTRASTIVE_SEARCH, GenerationConfig(num_beams=1), {"assistant_model": 1})
 
 
 def test_heads_of_the_target_that_draft_are_a_second_way_of_drafting() -> None:
     config = GenerationConfig(num_beams=1)
     config.use_mtp = True
     with pytest.raises(ValueError, match=r"use_mtp=True.*Use it or assistant_model"):
-        refusals.check_mode(GenerationMode.ASSISTED_GENERATION, config, {"assistant_model": draft()})
+        validation.check_mode(GenerationMode.ASSISTED_GENERATION, config, {"assistant_model": draft()})
 
 
 # Models
