@@ -57,7 +57,7 @@ test-fast: venv
 WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcard tests/policies/test_*.py)) \
 	tests/replay \
 	$(patsubst %,tests/trace/test_%.py,position_signals prompts recording_memory schema summary writer) \
-	$(patsubst %,tests/bench/test_%.py,bench_view plots results workloads) \
+	$(patsubst %,tests/bench/test_%.py,bench_view results workloads) \
 	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli input_rows map_cache memory_plan \
 	out_of_memory output output_on_disk prefetch row_results) \
 	tests/kernels/test_kernels.py \

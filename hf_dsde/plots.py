@@ -1,7 +1,6 @@
 """Pictures of single calls, for notebooks: what happens while a batch is generated, and what came of it.
 
-Figures are matplotlib's own and belong to the caller; nothing here opens a window. Pictures of whole benchmarks are
-`hf_dsde.bench.plots`.
+Figures are matplotlib's own and belong to the caller; nothing here opens a window.
 """
 
 from __future__ import annotations

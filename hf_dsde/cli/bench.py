@@ -1,4 +1,4 @@
-"""`hf-dsde bench`, `bench-show` and `bench-prompts`: arguments in, a sweep at work, a file, tables and plots out."""
+"""`hf-dsde bench`, `bench-show` and `bench-prompts`: arguments in, a sweep at work, a file and tables out."""
 
 from __future__ import annotations
 
@@ -122,7 +122,6 @@ def bench_command(
         typer.Option("--budget-seconds", min=0.0, help="No call begins after it; what is left is skipped."),
     ] = None,
     append: Annotated[bool, typer.Option("--append", help="Add to the results file instead of refusing it.")] = False,
-    plots: Annotated[Path | None, typer.Option("--plots", file_okay=False, help="Folder to draw plots in.")] = None,
     commit: Annotated[
         str | None, typer.Option("--commit", envvar=provenance.COMMIT_VARIABLE, help="Commit of a copy without git.")
     ] = None,
@@ -177,20 +176,19 @@ def bench_command(
         )
         bar.update(task, total=sweep.steps)
         sweep.run()
-    _show(console, results, plots)
+    console.print(results_view(results))
     console.print(f"results written to {output}")
 
 
 def bench_show_command(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Results of `hf-dsde bench`.")],
-    plots: Annotated[Path | None, typer.Option("--plots", file_okay=False, help="Folder to draw plots in.")] = None,
 ) -> None:
     """Show a results file of `hf-dsde bench` as tables."""
     try:
         results = BenchResults.load(file)
     except ValueError as mistake:
         raise typer.BadParameter(str(mistake)) from mistake
-    _show(_console(), results, plots)
+    _console().print(results_view(results))
 
 
 def bench_prompts_command(
@@ -287,13 +285,3 @@ def _results(output: Path, *, append: bool) -> BenchResults:
 def _references(methods: tuple[Method, ...]) -> list[str]:
     """What ratios are given to unless something else is asked for: all that is not ours, and ours without drafts."""
     return [m.name for m in methods if m.kind != OURS or m.name.partition("@")[0] == "static:0"]
-
-
-def _show(console: Console, results: BenchResults, folder: Path | None) -> None:
-    console.print(results_view(results))
-    if folder is not None:
-        # Imported here: matplotlib is optional.
-        from hf_dsde.bench.plots import save_plots
-
-        save_plots(results, folder)
-        console.print(f"plots written to {folder}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 from tiny_pair import PROMPTS, tiny_pair
@@ -194,14 +192,6 @@ def test_show_prints_the_tables_of_a_file(bench, tmp_path):
     refused = RUNNER.invoke(cli.app, ["bench-show", str(tmp_path / "other.json")])
     assert refused.exit_code == 2
     assert "no results file" in refused.output
-
-
-def test_plots_are_left_to_the_plotting_module(bench, tmp_path, monkeypatch):
-    drawn = []
-    module = SimpleNamespace(save_plots=lambda results, folder: drawn.append((results.methods(), folder)))
-    monkeypatch.setitem(sys.modules, "hf_dsde.bench.plots", module)
-    assert bench("--policy", "static:1", "--plots", str(tmp_path / "plots")).exit_code == 0
-    assert drawn == [(["generate", "static:1"], tmp_path / "plots")]
 
 
 def test_prompts_are_written_for_other_machines(tmp_path, monkeypatch):
