@@ -100,8 +100,8 @@ def test_decides_as_its_transcription(rows: int, draft_cost: float, knobs: dict[
         for index, name in ((PLAIN_NOWCAST, "plain"), (NOWCAST, "nowcast"), (FIRST, "first"), (NEXT, "next")):
             expected = torch.tensor(getattr(pair.reference, name).theta)
             torch.testing.assert_close(learnt[index], expected, atol=2e-3, rtol=2e-3)
-        assert float(pair.policy._outlook.token_value) == pytest.approx(pair.reference.token_value(), rel=1e-4)
-        assert float(pair.policy._probes.budget) == pytest.approx(pair.reference.budget, abs=1e-3)
+        assert float(pair.policy._value) == pytest.approx(pair.reference.token_value(), rel=1e-4)
+        assert float(pair.policy._budget) == pytest.approx(pair.reference.budget, abs=1e-3)
     assert rounds > 100  # most runs have to have got far
     assert surprises > 0 or rows < 5  # with fewer rows, 30 rounds bring too few tokens to be surprised by
 
