@@ -170,7 +170,8 @@ class MarginalGoodputPolicy(StoppingPolicy):
 
     def draft_lengths(self) -> Tensor:
         """The longest draft for every row, or 0 when not even the first token pays, shape `[rows]`, int64."""
-        return self._length.expand(len(self._rows.active))
+        rows = len(self._rows.active)
+        return self._length.expand(rows)
 
     def should_stop(self, step: DraftStep) -> Tensor:
         """All rows or none, shape `[rows]`, bool: whether a further token would cost more than it brings."""
@@ -211,7 +212,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         self._probe_price = torch.zeros_like(self._budget)
         rows = self._rows
         self._round = _Round(rows, self._label_sum / self._label_count, self._model)
-        self._value = self._token_value()
+        self._value = self._token_value()  # stays until the round is verified
         self._length = self._longest * self._goes_on(0, FIRST, rows.active.float()).long()
 
     def _token_value(self) -> Tensor:
@@ -274,29 +275,32 @@ class MarginalGoodputPolicy(StoppingPolicy):
             tested=kept * rows.tested + memory.sum(1),
             residual=kept * rows.residual + (memory * residual).sum(1),
         )
+        self._notice(labels, nowcasts, counts)
+
+    def _notice(self, labels: Tensor, nowcasts: Tensor, counts: Tensor) -> None:
+        """Follow the batch's acceptance, and distrust what was learnt when of late it lay far from what was predicted.
+
+        Args:
+            labels: What the target thought of the round's tokens, shape `[rows, width]`, float32.
+            nowcasts: What was predicted, likewise.
+            counts: 1 where a token was tested and 0 elsewhere, likewise.
+        """
         total = counts.sum()
         kept = LABEL_DECAY**total
-        self._label_sum = kept * self._label_sum + labels.sum()
-        self._label_count = kept * self._label_count + total
+        label_sum = kept * self._label_sum + labels.sum()
+        label_count = kept * self._label_count + total
         kept = (SURPRISE_DECAY**total).clamp_min(SURPRISE_LEAST_DECAY)
-        self._deviation = kept * self._deviation + ((labels - nowcasts) * counts).sum()
-        self._variance = kept * self._variance + (nowcasts * (1 - nowcasts) * counts).sum()
-        self._noticed = kept * self._noticed + total
-        self._distrust()
-
-    def _distrust(self) -> None:
-        """Forget most of what was learnt when acceptance has lately lain far from what was predicted."""
-        limit = SURPRISE_LIMIT * (self._variance + 0.25).sqrt() + SURPRISE_TOLERANCE * self._noticed
-        surprised = self._deviation.abs() > limit
+        deviation = kept * self._deviation + ((labels - nowcasts) * counts).sum()
+        variance = kept * self._variance + (nowcasts * (1 - nowcasts) * counts).sum()
+        noticed = kept * self._noticed + total
+        surprised = deviation.abs() > SURPRISE_LIMIT * (variance + 0.25).sqrt() + SURPRISE_TOLERANCE * noticed
         self._model.unsettle(surprised)
+        scale = torch.where(surprised, ROW_PRIOR / label_count.clamp_min(ROW_PRIOR), 1.0)
+        self._label_sum, self._label_count = scale * label_sum, scale * label_count
         # A draft that has become better is worth trying at once; one that has become worse is not.
-        self._budget = torch.where(surprised & (self._deviation > 0), self._exploration, self._budget)
-        scale = torch.where(surprised, ROW_PRIOR / self._label_count.clamp_min(ROW_PRIOR), 1.0)
-        self._label_sum, self._label_count = scale * self._label_sum, scale * self._label_count
-        kept = ~surprised
-        self._deviation, self._variance, self._noticed = (
-            kept * value for value in (self._deviation, self._variance, self._noticed)
-        )
+        self._budget = torch.where(surprised & (deviation > 0), self._exploration, self._budget)
+        calm = ~surprised
+        self._deviation, self._variance, self._noticed = calm * deviation, calm * variance, calm * noticed
 
     def _settle(self, outcome: RoundOutcome) -> None:
         """Take note of the round's time and tokens, and pay for probes."""
