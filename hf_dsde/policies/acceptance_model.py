@@ -34,74 +34,6 @@ def logit(probabilities: Tensor) -> Tensor:
     return probabilities.logit(eps=LOGIT_MARGIN)
 
 
-class Features:
-    """Puts together what the regressions read, with few operations.
-
-    Args:
-        device: Where the tensors live.
-
-    Attributes:
-        one: A scalar, float32: where operations take a number, torch often writes it to the device first.
-        zero: Likewise.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.one = torch.ones((), device=device)
-        self.zero = torch.zeros((), device=device)
-        self._draft_scale = upload([1.0, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0], device)
-        self._next_scale = upload([1.0, 1.0, 1.0, 0.5, 0.5, 1.0, 0.0], device)
-
-    def draft(self, top_probabilities: Tensor, entropy: Tensor, bias: Tensor) -> Tensor:
-        """What the draft's distribution says about itself, and how the row has deviated of late.
-
-        Args:
-            top_probabilities: The two largest probabilities, shape `[rows, 2]`, float32.
-            entropy: Shape `[rows]`, float32, nats.
-            bias: How much more was accepted of late than predicted, times 4, shape `[rows]`, float32.
-
-        Returns:
-            `[1, ln t1, H / 2, 0.3 min(6, ln(t1 / t2)), t1, sqrt H, 4 b]`, shape `[rows, FEATURES]`, float32.
-        """
-        first, second = top_probabilities.clamp_min(LEAST_PROBABILITY).log().unbind(-1)
-        entropy = entropy.clamp_min(0.0)
-        margin = (first - second).clamp_max(6.0)
-        values = [self.one.expand_as(first), first, entropy, margin, top_probabilities[:, 0], entropy.sqrt(), bias]
-        return torch.stack(values, dim=-1) * self._draft_scale
-
-    def first(
-        self, row_logit: Tensor, bias: Tensor, entropy: Tensor, probability: Tensor, all_accepted: Tensor
-    ) -> Tensor:
-        """What is known before a round's first draft token.
-
-        Args:
-            row_logit: `logit` of the row's recent acceptance rate, shape `[rows]`, float32.
-            bias: As in `draft`.
-            entropy: Of the target's distribution after the last token, shape `[rows]`, float32, nats.
-            probability: Of the last token under that distribution, shape `[rows]`, float32.
-            all_accepted: Whether all drafts of the row's last round were accepted, shape `[rows]`, float32, 0 or 1.
-
-        Returns:
-            `[1, logit m, 4 b, H / 2 - 0.5, ln(p) / 2 + 0.3, all accepted, 0]`, shape `[rows, FEATURES]`, float32.
-        """
-        chosen = 0.5 * probability.clamp_min(LEAST_PROBABILITY).log() + 0.3
-        one, zero = self.one.expand_as(bias), self.zero.expand_as(bias)
-        return torch.stack([one, row_logit, bias, 0.5 * entropy - 0.5, chosen, all_accepted, zero], dim=-1)
-
-    def next(self, row_logit: Tensor, draft: Tensor, nowcast: Tensor) -> Tensor:
-        """What is known about the token after the one just drafted.
-
-        Args:
-            row_logit: As in `first`, of the shape of `nowcast`.
-            draft: `draft` of the token just drafted, shape `[..., FEATURES]`.
-            nowcast: Its acceptance probability as `NOWCAST` predicts it, shape `[...]`, float32.
-
-        Returns:
-            `[1, logit m, 4 b, ln(t1) / 2, sqrt(H) / 2, logit nowcast, 0]`, shape `[..., FEATURES]`, float32.
-        """
-        one, log_top, _, _, _, root, bias = draft.unbind(-1)
-        return torch.stack([one, row_logit, bias, log_top, root, logit(nowcast), one], dim=-1) * self._next_scale
-
-
 def inverse(matrices: Tensor) -> Tensor:
     """Invert symmetric positive definite matrices by Gauss-Jordan elimination, `[..., n, n]`, float32.
 
@@ -121,7 +53,7 @@ def inverse(matrices: Tensor) -> Tensor:
 
 
 class AcceptanceModel:
-    """The four regressions.
+    """The four regressions, and what they read.
 
     Args:
         device: Where they live.
@@ -134,24 +66,65 @@ class AcceptanceModel:
 
     def __init__(self, device: torch.device, forgetting: float) -> None:
         self._forgetting = forgetting
-        coefficients = torch.zeros(4, FEATURES)
-        coefficients[:, 0] = _INTERCEPT
-        coefficients[FIRST, 1] = _ROW_MEAN_WEIGHT
-        self.coefficients = coefficients.to(device)
-        self._prior = torch.eye(FEATURES).to(device)
-        self.information = self._prior.repeat(4, 1, 1)
-        self.covariance = self.information
+        self.coefficients = torch.zeros(4, FEATURES, device=device)
+        self.coefficients[:, 0] = _INTERCEPT
+        self.coefficients[FIRST, 1] = _ROW_MEAN_WEIGHT
+        self._prior = torch.eye(FEATURES, device=device)
+        self.information = self.covariance = self._prior.repeat(4, 1, 1)
+        self._one = torch.ones((), device=device)
+        self._draft_scale = upload([1.0, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0], device)
+        self._next_scale = upload([1.0, 1.0, 1.0, 0.5, 0.5, 1.0, 0.0], device)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all that is learnt: coefficients, information and covariance."""
-        return self.coefficients, self.information, self.covariance
+    def draft_features(self, top_probabilities: Tensor, entropy: Tensor, bias: Tensor) -> Tensor:
+        """What the draft's distribution says about itself, and how the row has deviated of late.
 
-    def holding(self, coefficients: Tensor, information: Tensor, covariance: Tensor) -> AcceptanceModel:
-        """Return a model that has learnt what another's `tensors` say."""
-        other = AcceptanceModel.__new__(AcceptanceModel)
-        other._forgetting, other._prior = self._forgetting, self._prior
-        other.coefficients, other.information, other.covariance = coefficients, information, covariance
-        return other
+        Args:
+            top_probabilities: The two largest probabilities, shape `[rows, 2]`, float32.
+            entropy: Shape `[rows]`, float32, nats.
+            bias: How much more was accepted of late than predicted, times 4, shape `[rows]`, float32.
+
+        Returns:
+            `[1, ln t1, H / 2, 0.3 min(6, ln(t1 / t2)), t1, sqrt H, 4 b]`, shape `[rows, FEATURES]`, float32.
+        """
+        first, second = top_probabilities.clamp_min(LEAST_PROBABILITY).log().unbind(-1)
+        entropy = entropy.clamp_min(0.0)
+        margin = (first - second).clamp_max(6.0)
+        one = self._one.expand_as(bias)
+        values = [one, first, entropy, margin, top_probabilities[:, 0], entropy.sqrt(), bias]
+        return torch.stack(values, dim=-1) * self._draft_scale
+
+    def first_features(
+        self, row_logit: Tensor, bias: Tensor, entropy: Tensor, probability: Tensor, all_accepted: Tensor
+    ) -> Tensor:
+        """What is known before a round's first draft token.
+
+        Args:
+            row_logit: `logit` of the row's recent acceptance rate, shape `[rows]`, float32.
+            bias: As in `draft_features`.
+            entropy: Of the target's distribution after the last token, shape `[rows]`, float32, nats.
+            probability: Of the last token under that distribution, shape `[rows]`, float32.
+            all_accepted: Whether all drafts of the row's last round were accepted, shape `[rows]`, float32, 0 or 1.
+
+        Returns:
+            `[1, logit m, 4 b, H / 2 - 0.5, ln(p) / 2 + 0.3, all accepted, 0]`, shape `[rows, FEATURES]`, float32.
+        """
+        chosen = 0.5 * probability.clamp_min(LEAST_PROBABILITY).log() + 0.3
+        values = [self._one.expand_as(bias), row_logit, bias, 0.5 * entropy - 0.5, chosen, all_accepted]
+        return torch.stack([*values, torch.zeros_like(bias)], dim=-1)
+
+    def next_features(self, row_logit: Tensor, draft: Tensor, nowcast: Tensor) -> Tensor:
+        """What is known about the token after the one just drafted.
+
+        Args:
+            row_logit: As in `first_features`.
+            draft: `draft_features` of the token just drafted, shape `[rows, FEATURES]`.
+            nowcast: Its acceptance probability as `NOWCAST` predicts it, shape `[rows]`, float32.
+
+        Returns:
+            `[1, logit m, 4 b, ln(t1) / 2, sqrt(H) / 2, logit nowcast, 0]`, shape `[rows, FEATURES]`, float32.
+        """
+        one, log_top, _, _, _, root, bias = draft.unbind(-1)
+        return torch.stack([one, row_logit, bias, log_top, root, logit(nowcast), one], dim=-1) * self._next_scale
 
     def predict(self, model: int, features: Tensor) -> Tensor:
         """Probability of acceptance; `features` is `[..., FEATURES]`, the result `[...]`, float32."""

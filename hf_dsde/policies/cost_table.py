@@ -1,10 +1,7 @@
-"""Costs as tensors: what a round takes by its draft length, in plain steps, kept in step with the call's costs."""
+"""What a round takes by its draft length, in plain steps, kept in step with the call's costs."""
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from hf_dsde.costs import LiveCosts
@@ -13,7 +10,7 @@ from hf_dsde.utils.transfers import upload
 
 
 class CostTable:
-    """Times of rounds by draft length, on the policy's device.
+    """Times of rounds by draft length.
 
     Args:
         batch: The batch; its `costs` are followed.
@@ -21,10 +18,9 @@ class CostTable:
 
     Attributes:
         times: Time of a round in which every row drafts k tokens, k = 0 .. longest, in plain steps: the first entry is
-            1. Shape `[longest + 1]`, float32.
-        resumption: Extra time of the first round with drafts after rounds without, in plain steps, scalar, float32.
-        steps: What one token more takes after k drafted ones, in plain steps; infinity after the longest draft. Shape
-            `[longest + 1]`, float32.
+            1.
+        times_on_device: The same on the batch's device, shape `[longest + 1]`, float32.
+        resumption: Extra time of the first round with drafts after rounds without, in plain steps.
 
     Raises:
         ValueError: If the batch comes without costs.
@@ -42,16 +38,17 @@ class CostTable:
         self._version = -1
         self.refresh()
 
-    def refresh(self) -> bool:
-        """Take over changed costs; return whether there were any. The host waits for nothing."""
+    def refresh(self) -> None:
+        """Take over changed costs. The host waits for nothing."""
         if self._costs.version == self._version:
-            return False
+            return
         self._version = self._costs.version
         current = self._costs.current
         plain = current.round_seconds(0)
-        times = [current.round_seconds(k) / plain for k in range(self._longest + 1)]
-        numbers = upload([*times, current.resumption / plain], self._device)
-        self.times: Tensor = numbers[:-1]
-        self.resumption: Tensor = numbers[-1]
-        self.steps: Tensor = torch.nn.functional.pad(self.times.diff(), (0, 1), value=math.inf)
-        return True
+        self.times: list[float] = [current.round_seconds(k) / plain for k in range(self._longest + 1)]
+        self.resumption: float = current.resumption / plain
+        self.times_on_device: Tensor = upload(self.times, self._device)
+
+    def time_of(self, drafted: Tensor) -> Tensor:
+        """Time of a round whose rows drafted `drafted` tokens, `[rows]`, int64, in plain steps, scalar, float32."""
+        return self.times_on_device.take(drafted.max().clamp_max(self._longest))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_dsde.policies.base import BatchInfo, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.cost_table import CostTable
 from hf_dsde.policies.registry import register
+from hf_dsde.policies.row_history import RowState
 from hf_dsde.utils.checks import check_choice, check_integer, check_number
 
 
@@ -39,95 +40,9 @@ FIRST_TOKENS = 8
 thought of the draft then rests on few probes, or on a text that has passed."""
 
 
-class _State(NamedTuple):
-    """What is remembered from round to round."""
-
-    acceptance: Tensor  # scalar, float32: running acceptance probability
-    best: Tensor  # scalar, int64: length of the best goodput, as of the last decision
-    budget: Tensor  # scalar, float32: time put aside for probes, in plain steps
-    probing: Tensor  # scalar, bool: whether a length of 0 is replaced by a probe
-    tokens: Tensor  # scalar, float32: judged tokens that the acceptance probability counts for
-    lengths: Tensor  # [rows], int64: what is drafted next
-
-
-class _Arithmetic(NamedTuple):
-    """What a round teaches, as a function of tensors; `first_tokens` and knobs of the policy stay as they are."""
-
-    longest: int
-    decay: float
-    memory_tokens: int
-    plain_bonus: float
-    probe_share: float
-    estimator: str
-    first_tokens: Tensor
-
-    def next_state(
-        self,
-        drafted: Tensor,
-        accepted: Tensor,
-        active: Tensor,
-        times: Tensor,
-        resumption: Tensor,
-        due: Tensor,
-        acceptance: Tensor,
-        best: Tensor,
-        budget: Tensor,
-        probing: Tensor,
-        tokens: Tensor,
-    ) -> _State:
-        """The state after a round.
-
-        Args:
-            drafted: As in `RoundOutcome`.
-            accepted: As in `RoundOutcome`.
-            active: As in `RoundOutcome`.
-            times: As in `CostTable`.
-            resumption: As in `CostTable`.
-            due: Whether the best length is decided on again, scalar, bool.
-            acceptance: As in `_State`, of the round before.
-            best: Likewise.
-            budget: Likewise.
-            probing: Likewise.
-            tokens: Likewise.
-        """
-        judged = (torch.minimum(accepted + 1, drafted) if self.estimator == "tested" else drafted).sum()
-        gained, longest = accepted.sum(), drafted.max()
-        acceptance, tokens = self._followed(acceptance, tokens, judged, gained)
-        best = torch.where(due, self.best_length(acceptance, times), best)
-        if self.longest == 0:
-            return _State(acceptance, best, budget, probing, tokens, best.expand_as(drafted))
-        tokens = torch.where(best == 0, self.first_tokens, tokens)
-        price = self.probe_price(times, resumption)
-        # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
-        worth = gained / active.sum().clamp_min(1)
-        refund = torch.minimum(worth, price) * probing
-        put_aside = self.probe_share * times.take(longest.clamp_max(self.longest))
-        budget = torch.minimum(budget + refund + put_aside, 2 * torch.maximum(price, put_aside))
-        probing = (best == 0) & (budget >= price) & (price > 0)
-        probed = probing & active & (active.cumsum(0) <= PROBED_ROWS)
-        return _State(acceptance, best, budget - price * probing, probing, tokens, lengths=best + probed)
-
-    def probe_price(self, times: Tensor, resumption: Tensor) -> Tensor:
-        """Plain steps that a probe takes, scalar, float32."""
-        return times[min(1, self.longest)] - times[0] + resumption
-
-    def _followed(self, acceptance: Tensor, tokens: Tensor, judged: Tensor, gained: Tensor) -> tuple[Tensor, Tensor]:
-        """The acceptance probability after a round, and the judged tokens that it rests on."""
-        rate = gained / judged.clamp_min(1)
-        if self.memory_tokens:
-            # An average of weight 1 - decay per round, once there are tokens enough for it.
-            remembered = (judged * (self.decay / max(1 - self.decay, LEAST_WEIGHT))).clamp_min(self.memory_tokens)
-            tokens = torch.minimum(tokens, remembered)
-            weight = judged / (tokens + judged)
-        else:
-            weight = (1 - self.decay) * (judged > 0)
-        return acceptance + weight * (rate - acceptance), tokens + judged
-
-    def best_length(self, acceptance: Tensor, times: Tensor) -> Tensor:
-        """The length of the best goodput, the shortest among equals, scalar, int64."""
-        goodput = expected_tokens(acceptance, self.longest) / times
-        goodput = torch.cat([goodput[:1] * self.plain_bonus, goodput[1:]])
-        return goodput.argmax()
+@dataclass
+class _Rows(RowState):
+    active: Tensor  # [rows], bool: still generating, as of the last round
 
 
 @register("goodput")
@@ -157,6 +72,8 @@ class GoodputPolicy(StoppingPolicy):
 
     name = "goodput"
     requires = frozenset({Signal.COSTS})
+    acceptance: Tensor
+    """The running acceptance probability, scalar, float32, once a batch has started."""
 
     def __init__(
         self,
@@ -178,65 +95,84 @@ class GoodputPolicy(StoppingPolicy):
         self.plain_bonus = check_number("plain_bonus", plain_bonus, 0.0)
         self.probe_share = check_number("probe_share", probe_share, 0.0, 1.0)
         self.estimator = check_choice("estimator", estimator, ("tested", "drafted"))
-        self._state: _State | None = None
+        self._state: _Rows | None = None
 
     @property
-    def _known(self) -> _State:
+    def _rows(self) -> _Rows:
         if self._state is None:
             raise RuntimeError("GoodputPolicy was used before `start(batch)`.")
         return self._state
 
-    @property
-    def acceptance(self) -> Tensor:
-        """The running acceptance probability, scalar, float32."""
-        return self._known.acceptance
-
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
-        longest = min(self.num_draft_tokens, batch.max_draft_length)
-        self._table = CostTable(batch, longest)
+        device = batch.device
+        self._longest = min(self.num_draft_tokens, batch.max_draft_length)
+        self._table = CostTable(batch, self._longest)
         self._rounds = 0
-        arithmetic = _Arithmetic(
-            longest=longest,
-            decay=self.decay,
-            memory_tokens=self.memory_tokens,
-            plain_bonus=self.plain_bonus,
-            probe_share=self.probe_share,
-            estimator=self.estimator,
-            first_tokens=torch.full((), float(FIRST_TOKENS), device=batch.device),
-        )
-        self._due = {due: torch.full((), due, device=batch.device) for due in (False, True)}
-        acceptance = torch.full((), self.initial_acceptance, device=batch.device)
-        best = arithmetic.best_length(acceptance, self._table.times)
-        self._state = _State(
-            acceptance=acceptance,
-            best=best,
-            # An earlier call measured what makes drafting look too dear: one probe shows whether that still holds.
-            budget=arithmetic.probe_price(*self._prices) * ((best == 0) & (self.probe_share > 0)),
-            probing=torch.zeros((), dtype=torch.bool, device=batch.device),
-            tokens=arithmetic.first_tokens,
-            lengths=best.repeat(batch.rows),
-        )
-        self._arithmetic = arithmetic
+        self._state = _Rows(active=torch.ones(batch.rows, dtype=torch.bool, device=device))
+        self._fresh = _Rows(active=torch.ones(1, dtype=torch.bool, device=device))
+        self.acceptance = torch.full((), self.initial_acceptance, device=device)
+        self._judged = torch.full((), float(FIRST_TOKENS), device=device)  # tokens that the acceptance rests on
+        self._best = self._best_length()  # as of the last decision, scalar, int64
+        self._probing = torch.zeros((), dtype=torch.bool, device=device)  # whether the next round is a probe
+        # An earlier call measured what makes drafting look too dear: one probe shows whether that still holds.
+        put_aside = self._probe_price if self.probe_share > 0 else 0.0
+        self._budget = put_aside * (self._best == 0)  # time for probes, in plain steps
 
     def draft_lengths(self) -> Tensor:
         """The same length for every row, shape `[rows]`, int64; in a probe 1 for a few and 0 for the others."""
-        return self._known.lengths
+        active = self._rows.active
+        probed = self._probing & active & (active.cumsum(0) <= PROBED_ROWS)
+        return self._best + probed
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Follow the acceptance probability, put time aside for probes, and decide on the next length."""
         self._rounds += 1
         self._table.refresh()
-        due = self._due[self._rounds % self.interval == 0]
-        counts = (outcome.drafted, outcome.accepted, outcome.active)
-        self._state = self._arithmetic.next_state(*counts, *self._prices, due, *self._known[:5])
-
-    @property
-    def _prices(self) -> tuple[Tensor, Tensor]:
-        return self._table.times, self._table.resumption
+        self._state = _Rows(active=outcome.active)
+        self._follow(outcome)
+        if self._rounds % self.interval == 0:
+            self._best = self._best_length()
+        if self._longest > 0:
+            self._judged = torch.where(self._best == 0, float(FIRST_TOKENS), self._judged)
+            self._decide_on_probe(outcome)
 
     def select_rows(self, index: Tensor) -> None:
         """Rearrange the batch, and a probe with it. `index` is int64, `[places]`."""
-        known = self._known
-        probed = known.probing & (torch.arange(len(index), device=index.device) < PROBED_ROWS)
-        self._state = known._replace(lengths=known.best + probed)
+        self._state = self._rows.select_rows(index, self._fresh)
+
+    def _follow(self, outcome: RoundOutcome) -> None:
+        drafted, accepted = outcome.drafted, outcome.accepted
+        judged = (torch.minimum(accepted + 1, drafted) if self.estimator == "tested" else drafted).sum()
+        rate = accepted.sum() / judged.clamp_min(1)
+        if self.memory_tokens:
+            # An average of weight 1 - decay per round, once there are tokens enough for it.
+            remembered = (judged * (self.decay / max(1 - self.decay, LEAST_WEIGHT))).clamp_min(self.memory_tokens)
+            self._judged = torch.minimum(self._judged, remembered)
+            weight = judged / (self._judged + judged)
+        else:
+            weight = (1 - self.decay) * (judged > 0)
+        self.acceptance = self.acceptance + weight * (rate - self.acceptance)
+        self._judged = self._judged + judged
+
+    def _best_length(self) -> Tensor:
+        """The length of the best goodput, the shortest among equals, scalar, int64."""
+        goodput = expected_tokens(self.acceptance, self._longest) / self._table.times_on_device
+        goodput[0].mul_(self.plain_bonus)
+        return goodput.argmax()
+
+    def _decide_on_probe(self, outcome: RoundOutcome) -> None:
+        price = self._probe_price
+        # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
+        worth = outcome.accepted.sum() / outcome.active.sum().clamp_min(1)
+        refund = worth.clamp_max(price) * self._probing
+        put_aside = self.probe_share * self._table.time_of(outcome.drafted)
+        budget = torch.minimum(self._budget + refund + put_aside, 2 * put_aside.clamp_min(price))
+        self._probing = (self._best == 0) & (budget >= price) & (price > 0)
+        self._budget = budget - price * self._probing
+
+    @property
+    def _probe_price(self) -> float:
+        """Plain steps that a probe takes."""
+        times = self._table.times
+        return times[min(1, self._longest)] - times[0] + self._table.resumption

@@ -6,7 +6,7 @@ At each position the draft's top probability is drawn, and the target accepts wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,21 @@ from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, StoppingPolicy
 
 LIMIT = 12
+VERIFY = [1 + 0.025 * k for k in range(LIMIT + 1)]
+
+
+def batch_with_costs(
+    rows: int,
+    draft_cost: float,
+    verify: list[float] = VERIFY,
+    limit: int = LIMIT,
+    resumption: float = 0.0,
+    refresh: bool = True,
+) -> BatchInfo:
+    """A batch that knows what passes cost, in plain steps."""
+    relative = CostModel.relative(draft_cost, verify, rows)
+    model = CostModel({rows: replace(relative.at(rows), resumption=resumption)})
+    return BatchInfo(rows, torch.device("cpu"), 50, limit, 1000, LiveCosts(model, rows, refresh=refresh))
 
 
 class SimulatedStep(DraftStep):
@@ -53,16 +68,21 @@ class Simulation:
         seed: Of the text. Two simulations of one seed see the same text, whatever is drafted, as long as they draft
             the same.
         greedy: Labels are 0 or 1 if True, the acceptance probability itself otherwise.
+        resumption: What the costs say of drafting after rounds without drafts.
     """
 
     def __init__(
-        self, policy: StoppingPolicy, rows: int, draft_cost: float, seed: int = 0, greedy: bool = True
+        self,
+        policy: StoppingPolicy,
+        rows: int,
+        draft_cost: float,
+        seed: int = 0,
+        greedy: bool = True,
+        resumption: float = 0.0,
     ) -> None:
         self._policy, self._rows, self._draft_cost, self._greedy = policy, rows, draft_cost, greedy
         self._generator = torch.Generator().manual_seed(seed)
-        self._verify = [1 + 0.025 * k for k in range(LIMIT + 1)]
-        costs = LiveCosts(CostModel.relative(draft_cost, self._verify, rows), rows, refresh=False)
-        policy.start(BatchInfo(rows, torch.device("cpu"), 100, LIMIT, 1000, costs))
+        policy.start(batch_with_costs(rows, draft_cost, resumption=resumption, refresh=False))
 
     def _random(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self._generator)
@@ -103,5 +123,5 @@ class Simulation:
             )
         )
         played.lengths.append(steps)
-        played.times.append(steps * self._draft_cost + self._verify[steps])
+        played.times.append(steps * self._draft_cost + VERIFY[steps])
         played.tokens.append(int((accepted + 1).sum()))

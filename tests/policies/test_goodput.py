@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,20 +9,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_goodput import ReferenceGoodput
+from simulated_rounds import Simulation, batch_with_costs
 
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.execution.graph_runner import next_row_count
-from hf_dsde.policies import BatchInfo, GoodputPolicy, RoundOutcome, StaticPolicy, StoppingPolicy
+from hf_dsde.policies import (
+    BatchInfo,
+    GoodputPolicy,
+    MarginalGoodputPolicy,
+    RoundOutcome,
+    StaticPolicy,
+    StoppingPolicy,
+)
 from hf_dsde.policies.goodput import expected_tokens
 from hf_dsde.utils.tuning import HOPPER
 
 CHEAP = [1.0, 1.03, 1.06, 1.09, 1.12, 1.15, 1.18, 1.21, 1.24, 1.27]
 
 
-def batch(rows: int, draft_cost: float, verify: list[float], limit: int = 8, resumption: float = 0.0) -> BatchInfo:
-    relative = CostModel.relative(draft_cost, verify, rows)
-    costs = LiveCosts(CostModel({rows: replace(relative.at(rows), resumption=resumption)}), rows)
-    return BatchInfo(rows, torch.device("cpu"), 50, limit, 100, costs)
+def batch(rows: int, draft_cost: float, resumption: float = 0.0) -> BatchInfo:
+    return batch_with_costs(rows, draft_cost, CHEAP, limit=8, resumption=resumption)
 
 
 def times(draft_cost: float, verify: list[float], longest: int) -> list[float]:
@@ -51,7 +56,7 @@ def test_the_first_length_is_the_best_for_the_initial_acceptance(
     acceptance: float, draft_cost: float, best: int
 ) -> None:
     policy = GoodputPolicy(initial_acceptance=acceptance)
-    policy.start(batch(3, draft_cost, CHEAP))
+    policy.start(batch(3, draft_cost))
     assert policy.draft_lengths().tolist() == [best] * 3
 
 
@@ -76,7 +81,7 @@ def test_follows_the_equations_on_random_rounds(
     seed: int, draft_cost: float, resumption: float, knobs: dict[str, Any]
 ) -> None:
     policy = GoodputPolicy(**knobs)
-    policy.start(batch(6, draft_cost, CHEAP, resumption=resumption))
+    policy.start(batch(6, draft_cost, resumption=resumption))
     arguments = {"acceptance" if key == "initial_acceptance" else key: value for key, value in knobs.items()}
     reference = ReferenceGoodput(times(draft_cost, CHEAP, 8), rows=6, resumption=resumption, **arguments)
     generator = torch.Generator().manual_seed(seed)
@@ -98,26 +103,11 @@ def test_follows_the_equations_on_random_rounds(
         assert float(policy.acceptance) == pytest.approx(reference.acceptance, abs=1e-5)
 
 
-def play(policy: GoodputPolicy, rounds: int, level: float, generator: torch.Generator) -> list[int]:
-    """Lengths over rounds in which every token is accepted with probability `level`."""
-    lengths = []
-    for _ in range(rounds):
-        drafted = policy.draft_lengths().tolist()
-        lengths.append(drafted[0])
-        draws = torch.rand(len(drafted), 12, generator=generator) < level
-        accepted = [min(int(row.long().cumprod(0).sum()), d) for row, d in zip(draws, drafted, strict=True)]
-        policy.observe(outcome(drafted, accepted))
-    return lengths
-
-
+@pytest.mark.parametrize("policy", [GoodputPolicy, MarginalGoodputPolicy])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_stops_drafting_when_it_loses_and_comes_back_when_it_pays(rows: int) -> None:
-    policy = GoodputPolicy()
-    policy.start(batch(rows, 0.2, CHEAP))
-    generator = torch.Generator().manual_seed(0)
-    good = play(policy, 60, 0.85, generator)
-    bad = play(policy, 300, 0.02, generator)
-    again = play(policy, 300, 0.85, generator)
+def test_stops_drafting_when_it_loses_and_comes_back_when_it_pays(policy: type[StoppingPolicy], rows: int) -> None:
+    simulation = Simulation(policy(), rows, 0.2)
+    good, bad, again = (simulation.play(*part).lengths for part in ((60, 0.95), (300, 0.02), (300, 0.95)))
     assert sum(good[20:]) / 40 > 2
     assert 0 in bad[:50]
     assert sum(bad[50:]) / 250 < 0.1
@@ -127,7 +117,7 @@ def test_stops_drafting_when_it_loses_and_comes_back_when_it_pays(rows: int) -> 
 def test_few_tokens_move_the_average_little_and_many_as_published() -> None:
     def moved(rows: int, **knobs: int) -> float:
         policy = GoodputPolicy(**knobs)
-        policy.start(batch(rows, 0.2, CHEAP))
+        policy.start(batch(rows, 0.2))
         for _ in range(20):
             policy.observe(outcome([2] * rows, [2] * rows))
         before = float(policy.acceptance)
@@ -145,7 +135,7 @@ def test_a_large_batch_needs_one_round_to_know_a_draft() -> None:
 
     def known(**knobs: int) -> float:
         policy = GoodputPolicy(**knobs)
-        policy.start(batch(32, 0.2, CHEAP))
+        policy.start(batch(32, 0.2))
         policy.observe(outcome([3] * 32, [0] * 32))
         return float(policy.acceptance)
 
@@ -155,35 +145,34 @@ def test_a_large_batch_needs_one_round_to_know_a_draft() -> None:
 
 def test_without_probes_it_never_comes_back() -> None:
     """As published; the probe share is what makes the difference."""
-    policy = GoodputPolicy(probe_share=0.0)
-    policy.start(batch(8, 0.2, CHEAP))
-    generator = torch.Generator().manual_seed(0)
-    play(policy, 300, 0.02, generator)
-    assert set(play(policy, 300, 0.85, generator)) == {0}
+    simulation = Simulation(GoodputPolicy(probe_share=0.0), 8, 0.2)
+    simulation.play(300, 0.02)
+    assert set(simulation.play(300, 0.95).lengths) == {0}
 
 
 @pytest.mark.parametrize("resumption", [0.0, 1.0])
 def test_probes_that_lose_take_no_more_than_their_share(resumption: float) -> None:
     policy = GoodputPolicy(initial_acceptance=0.0, probe_share=0.02)
-    policy.start(batch(8, 0.2, CHEAP, resumption=resumption))
-    lengths = play(policy, 1000, 0.0, torch.Generator().manual_seed(0))
-    price = 0.2 + 0.03 + resumption
+    lengths = Simulation(policy, 8, 0.2, resumption=resumption).play(1000, 0.0).lengths
+    price = 0.2 + 0.025 + resumption
     assert 0.01 < sum(lengths) * price / 1000 < 0.021
 
 
 def test_a_probe_drafts_one_token_in_the_first_rows_that_go_on() -> None:
     policy = GoodputPolicy(initial_acceptance=0.0, probe_share=1.0)
-    policy.start(batch(8, 0.2, CHEAP))
+    policy.start(batch(8, 0.2))
     assert policy.draft_lengths().tolist() == [0] * 8
     policy.observe(outcome([0] * 8, [0] * 8, [True, False, True, True, True, False, True, True]))
     assert policy.draft_lengths().tolist() == [1, 0, 1, 1, 1, 0, 0, 0]
     policy.select_rows(torch.tensor([4, -1, 0, 7, 1, 5]))
     assert policy.draft_lengths().tolist() == [1, 1, 1, 1, 0, 0], "a probe that is paid for is made, whoever is there"
+    policy.select_rows(torch.tensor([4, 5, -1, -1, 2, 3, 0]))
+    assert policy.draft_lengths().tolist() == [0, 0, 1, 1, 1, 1, 0], "not by rows that have ended"
 
 
 def test_changed_costs_change_the_length() -> None:
     policy = GoodputPolicy(initial_acceptance=0.8, decay=1.0)
-    info = batch(2, 0.05, CHEAP)
+    info = batch(2, 0.05)
     policy.start(info)
     before = int(policy.draft_lengths()[0])
     assert info.costs is not None
@@ -197,7 +186,7 @@ def test_changed_costs_change_the_length() -> None:
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_call_that_begins_with_costs_of_a_busy_machine_drafts_at_once(rows: int) -> None:
     """Costs are remembered from call to call, and a draft step that took three times as long pays for nothing."""
-    policy, info = GoodputPolicy(), batch(rows, 0.9, CHEAP)
+    policy, info = GoodputPolicy(), batch(rows, 0.9)
     policy.start(info)
     generator, drafted = torch.Generator().manual_seed(0), []
     assert info.costs is not None
