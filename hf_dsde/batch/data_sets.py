@@ -108,14 +108,10 @@ def _is_column(values: Any) -> bool:
 def _check_batched(name: str, values: Sequence[Any]) -> None:
     """Refuse the messages or the token ids of a single row, which look like a column of mappings or of numbers."""
     first = next((plain(value) for value in values if value is not None), None)
-    if isinstance(first, int) and not isinstance(first, bool):
+    if isinstance(first, (int, Mapping)) and not isinstance(first, bool):
+        what, whole = ("mapping", "messages") if isinstance(first, Mapping) else ("number", "token ids")
         raise TypeError(
-            f"column {name} holds one number a row, or is the token ids of one row. A row is text, chat messages or a "
-            f"list of token ids. {_CALL_BATCHED}"
-        )
-    if isinstance(first, Mapping):
-        raise TypeError(
-            f"column {name} holds one mapping a row, or is the messages of one row. A row is text, chat messages or a "
+            f"column {name} holds one {what} a row, or is the {whole} of one row. A row is text, chat messages or a "
             f"list of token ids. {_CALL_BATCHED}"
         )
 

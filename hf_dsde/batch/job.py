@@ -16,7 +16,7 @@ from hf_dsde.batch.data_sets import read_only_what_counts
 from hf_dsde.batch.input_rows import STANDARD_INPUT, input_identity, read_rows
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.output import merge, open_output, remove_output
-from hf_dsde.batch.output_base import OutputFile
+from hf_dsde.batch.output_lines import OutputFile
 from hf_dsde.batch.progress import JobProgress
 from hf_dsde.batch.results import RowResult
 

@@ -1,8 +1,7 @@
-"""How results of batch inference look: a text in a terminal, a line of JSON in a pipe, and the counts of a job."""
+"""How results of batch inference look: a text in a terminal, and the counts of a job."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,11 +27,6 @@ def result_view(result: RowResult, row: Any, column: str | None) -> RenderableTy
     if result.error is not None:
         return Group(Rule(title, align="left"), Text(f"error: {result.error}", style="red"))
     return Group(Rule(title, align="left"), Text((result.text or "").strip()))
-
-
-def result_line(result: RowResult) -> bytes:
-    """A result as a line of JSON in UTF-8, without the line's end."""
-    return json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False).encode()
 
 
 def summary(statistics: JobStatistics, seconds: float, policy: str) -> Table:
