@@ -85,7 +85,7 @@ def _rows_of_columns(batch: Mapping[str, Any], column: str | None) -> list[dict[
     columns: dict[str, list[Any]] = {}
     read = columns_read(names, column)
     prompts = [name for name in read if name in ((column,) if column is not None else PROMPT_COLUMNS)]
-    for name in [*prompts, *(name for name in read if name not in prompts)]:
+    for name in sorted(read, key=lambda name: name not in prompts):
         values = batch[name]
         if name in prompts:
             if not _is_column(values):
@@ -94,8 +94,7 @@ def _rows_of_columns(batch: Mapping[str, Any], column: str | None) -> list[dict[
         if name not in ("input_ids", "attention_mask"):
             _check_numbers(name, values)
         columns[name] = list(values)
-    count = len(columns[prompts[0]])
-    return [{name: values[place] for name, values in columns.items()} for place in range(count)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _is_column(values: Any) -> bool:

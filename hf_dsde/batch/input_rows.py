@@ -207,38 +207,30 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Any]:
     schema = file.schema_arrow
     check_columns(repr(str(path)), schema.names, column)
     columns = schema.names if column is None else columns_read(schema.names, column)
-    in_json = [name for name in columns if _has_json(schema.field(name).type)]
+    decoders = {name: decoder for name in columns if (decoder := _decoder(schema.field(name).type)) is not None}
 
     def rows() -> Iterator[Any]:
         with file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
                 for row in batch.to_pylist():
-                    yield {**row, **{name: _from_json(row[name], schema.field(name).type) for name in in_json}}
+                    yield {**row, **{name: decode(row[name]) for name, decode in decoders.items()}}
 
     return rows()
 
 
-def _has_json(kind: pa.DataType) -> bool:
-    return _is_json(kind) or any(_has_json(kind.field(place).type) for place in range(kind.num_fields))
+def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What puts what JSON says in place of JSON, as Arrow keeps values of mixed types; None if no JSON is in there."""
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return lambda text: None if text is None else json.loads(text)
+    fields = (kind.field(place) for place in range(kind.num_fields))
+    inner = {field.name: decoder for field in fields if (decoder := _decoder(field.type)) is not None}
 
+    def decode(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: inner[name](part) if name in inner else part for name, part in value.items()}
+        return value if value is None else [part_of(part) for part in value for part_of in inner.values()]
 
-def _is_json(kind: pa.DataType) -> bool:
-    return getattr(kind, "extension_name", None) == "arrow.json"
-
-
-def _from_json(value: Any, kind: pa.DataType) -> Any:
-    """The value with what JSON says in place of JSON, as Arrow keeps values of mixed types."""
-    import pyarrow as pa
-
-    if value is None:
-        return None
-    if _is_json(kind):
-        return json.loads(value)
-    if pa.types.is_struct(kind):
-        return {field.name: _from_json(value[field.name], field.type) for field in kind.fields}
-    if isinstance(value, list) and kind.num_fields == 1:
-        return [_from_json(part, kind.field(0).type) for part in value]
-    return value
+    return decode if inner else None
 
 
 def _read_csv(path: Path, column: str | None) -> Iterator[Any]:
