@@ -85,7 +85,7 @@ def _rows_of_columns(batch: Mapping[str, Any], column: str | None) -> list[dict[
     columns: dict[str, list[Any]] = {}
     read = columns_read(names, column)
     prompts = [name for name in read if name in ((column,) if column is not None else PROMPT_COLUMNS)]
-    for name in [*prompts, *(name for name in read if name not in prompts)]:
+    for name in sorted(read, key=lambda name: name not in prompts):
         values = batch[name]
         if name in prompts:
             if not _is_column(values):
@@ -94,8 +94,7 @@ def _rows_of_columns(batch: Mapping[str, Any], column: str | None) -> list[dict[
         if name not in ("input_ids", "attention_mask"):
             _check_numbers(name, values)
         columns[name] = list(values)
-    count = len(columns[prompts[0]])
-    return [{name: values[place] for name, values in columns.items()} for place in range(count)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _is_column(values: Any) -> bool:
@@ -108,14 +107,10 @@ def _is_column(values: Any) -> bool:
 def _check_batched(name: str, values: Sequence[Any]) -> None:
     """Refuse the messages or the token ids of a single row, which look like a column of mappings or of numbers."""
     first = next((plain(value) for value in values if value is not None), None)
-    if isinstance(first, int) and not isinstance(first, bool):
+    if isinstance(first, (int, Mapping)) and not isinstance(first, bool):
+        what, whole = ("mapping", "messages") if isinstance(first, Mapping) else ("number", "token ids")
         raise TypeError(
-            f"column {name} holds one number a row, or is the token ids of one row. A row is text, chat messages or a "
-            f"list of token ids. {_CALL_BATCHED}"
-        )
-    if isinstance(first, Mapping):
-        raise TypeError(
-            f"column {name} holds one mapping a row, or is the messages of one row. A row is text, chat messages or a "
+            f"column {name} holds one {what} a row, or is the {whole} of one row. A row is text, chat messages or a "
             f"list of token ids. {_CALL_BATCHED}"
         )
 

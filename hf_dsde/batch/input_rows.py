@@ -6,23 +6,22 @@ be read takes part as a `BrokenRow`, so that the indices of all others stay what
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
 
 from hf_dsde.batch.chat_prompts import TEMPLATE_COLUMNS
 from hf_dsde.utils.checks import check_choice
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
-    from pyarrow import csv
 
 STANDARD_INPUT = "-"
 PROMPT_COLUMNS = ("messages", "prompt", "text", "input_ids")
@@ -32,6 +31,8 @@ ROW_OPTIONS = ("max_new_tokens", "stop_strings", *TEMPLATE_COLUMNS)
 _COMPANIONS = (*ROW_OPTIONS, "attention_mask")
 _BATCH_ROWS = 256
 _CHUNK_BYTES = 1 << 20
+_LONGEST_CELL = 2**31 - 1
+"""Characters; the standard library's own limit is shorter than long prompts are."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -206,99 +207,73 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Any]:
     schema = file.schema_arrow
     check_columns(repr(str(path)), schema.names, column)
     columns = schema.names if column is None else columns_read(schema.names, column)
-    in_json = [name for name in columns if _has_json(schema.field(name).type)]
+    decoders = {name: decoder for name in columns if (decoder := _decoder(schema.field(name).type)) is not None}
 
     def rows() -> Iterator[Any]:
         with file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
                 for row in batch.to_pylist():
-                    yield {**row, **{name: _from_json(row[name], schema.field(name).type) for name in in_json}}
+                    yield {**row, **{name: decode(row[name]) for name, decode in decoders.items()}}
 
     return rows()
 
 
-def _has_json(kind: pa.DataType) -> bool:
-    return _is_json(kind) or any(_has_json(kind.field(place).type) for place in range(kind.num_fields))
+def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What puts what JSON says in place of JSON, as Arrow keeps values of mixed types; None if no JSON is in there."""
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return lambda text: None if text is None else json.loads(text)
+    fields = (kind.field(place) for place in range(kind.num_fields))
+    inner = {field.name: decoder for field in fields if (decoder := _decoder(field.type)) is not None}
 
+    def decode(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: inner[name](part) if name in inner else part for name, part in value.items()}
+        return value if value is None else [part_of(part) for part in value for part_of in inner.values()]
 
-def _is_json(kind: pa.DataType) -> bool:
-    return getattr(kind, "extension_name", None) == "arrow.json"
-
-
-def _from_json(value: Any, kind: pa.DataType) -> Any:
-    """The value with what JSON says in place of JSON, as Arrow keeps values of mixed types."""
-    import pyarrow as pa
-
-    if value is None:
-        return None
-    if _is_json(kind):
-        return json.loads(value)
-    if pa.types.is_struct(kind):
-        return {field.name: _from_json(value[field.name], field.type) for field in kind.fields}
-    if isinstance(value, list) and kind.num_fields == 1:
-        return [_from_json(part, kind.field(0).type) for part in value]
-    return value
+    return decode if inner else None
 
 
 def _read_csv(path: Path, column: str | None) -> Iterator[Any]:
-    import pyarrow as pa
-    from pyarrow import csv
+    csv.field_size_limit(_LONGEST_CELL)
 
-    broken: deque[csv.InvalidRow] = deque()
+    def opened() -> IO[str]:
+        # What is no UTF-8 is escaped, for the row that has it to be refused.
+        return path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
 
-    def remember(row: csv.InvalidRow) -> str:
-        broken.append(row)
-        return "skip"
-
-    def opened(converting: csv.ConvertOptions) -> csv.CSVStreamingReader:
-        # Without threads pyarrow knows the numbers of broken rows.
-        reading = csv.ReadOptions(use_threads=False, block_size=_CHUNK_BYTES)
-        parsing = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=remember)
-        return csv.open_csv(path, read_options=reading, parse_options=parsing, convert_options=converting)
-
-    try:
-        with opened(csv.ConvertOptions(check_utf8=False)) as reader:
-            names = reader.schema.names
-        check_columns(repr(str(path)), names, column)
-        columns = names if column is None else columns_read(names, column)
-        # Guessed types would make numbers of prompts such as "42"; bytes leave bad UTF-8 to the row that has it.
-        types = dict.fromkeys(columns, pa.binary())
-        broken.clear()
-        reader = opened(csv.ConvertOptions(check_utf8=False, column_types=types, include_columns=columns))
-    except (pa.ArrowInvalid, UnicodeDecodeError) as failure:
-        raise ValueError(f"{str(path)!r} is no CSV file whose first line names its columns ({failure}).") from failure
+    with opened() as file:
+        names = next(csv.reader(file), [])
+    if not names or any(isinstance(_cell("", name), bytes) for name in names):
+        raise ValueError(f"{str(path)!r} is no CSV file whose first line names its columns in UTF-8.")
+    check_columns(repr(str(path)), names, column)
+    columns = names if column is None else columns_read(names, column)
 
     def rows() -> Iterator[Any]:
-        number = 2  # as pyarrow counts: from 1, and the first names the columns
-        try:
-            with reader:
-                for batch in reader:
-                    for row in batch.to_pylist():
-                        while broken and broken[0].number == number:
-                            yield _wrong_cells(broken.popleft())
-                            number += 1
-                        yield {name: _cell(name, content) for name, content in row.items()}
-                        number += 1
-        except pa.ArrowInvalid as failure:
-            raise ValueError(f"{str(path)!r} cannot be read as CSV beyond row {number - 1} ({failure}).") from failure
-        yield from map(_wrong_cells, broken)
+        number = 1
+        with opened() as file:
+            lines = filter(None, csv.reader(file))
+            next(lines)
+            try:
+                for number, cells in enumerate(lines, start=2):
+                    if len(cells) == len(names):
+                        yield {name: _cell(name, cells[names.index(name)]) for name in columns}
+                    else:
+                        yield BrokenRow(f"row {number} of the CSV file has {len(cells)} cells, not {len(names)}")
+            except csv.Error as failure:
+                raise ValueError(f"{str(path)!r} cannot be read as CSV beyond row {number} ({failure}).") from failure
 
     return rows()
 
 
-def _wrong_cells(row: Any) -> BrokenRow:
-    return BrokenRow(f"row {row.number} of the CSV file has {row.actual_columns} cells, not {row.expected_columns}")
-
-
-def _cell(name: str, content: bytes) -> str | int | bytes | None:
+def _cell(name: str, content: str) -> str | int | bytes | None:
     """The text of a cell, or its bytes when they are no UTF-8; in a column of numbers its number, or None if empty."""
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:
-        return content
+    if not content.isascii():
+        try:
+            content.encode()
+        except UnicodeEncodeError:
+            return content.encode(errors="surrogateescape")
     if name not in ROW_OPTIONS:
-        return text
-    if not text:
+        return content
+    if not content:
         return None
     # Whatever is no number is left as it is for the request to be refused with its own words.
-    return int(text) if name == "max_new_tokens" and text.strip().lstrip("-").isdecimal() else text
+    return int(content) if name == "max_new_tokens" and content.strip().lstrip("-").isdecimal() else content

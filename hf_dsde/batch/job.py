@@ -16,7 +16,7 @@ from hf_dsde.batch.data_sets import read_only_what_counts
 from hf_dsde.batch.input_rows import STANDARD_INPUT, input_identity, read_rows
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.output import merge, open_output, remove_output
-from hf_dsde.batch.output_base import OutputFile
+from hf_dsde.batch.output_lines import OutputFile
 from hf_dsde.batch.progress import JobProgress
 from hf_dsde.batch.results import RowResult
 
@@ -88,9 +88,8 @@ class InputRows:
     @property
     def _has_places(self) -> bool:
         """Whether `source[i]` is row i, rather than what has the label or the key i."""
-        if isinstance(self._source, Sequence) or hasattr(self._source, "select_columns"):
-            return hasattr(self._source, "__getitem__")
-        return hasattr(self._source, "__getitem__") and not hasattr(self._source, "__iter__")
+        numbered = isinstance(self._source, Sequence) or hasattr(self._source, "select_columns")
+        return hasattr(self._source, "__getitem__") and (numbered or not hasattr(self._source, "__iter__"))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -145,17 +144,15 @@ def run_job(
     """
     state = process_state()
     shard, shards = (0, 1) if state is None else (state.process_index, state.num_processes)
+    wait = (lambda: None) if state is None else state.wait_for_everyone
     if overwrite and shards > 1:
-        assert state is not None
-        if state.is_main_process:
+        if shard == 0:
             remove_output(output)
-        state.wait_for_everyone()
+        wait()
     job = {"generator": identity, "input": rows.identity}
-    alone = shards == 1
+    overwrite = overwrite and shards == 1
     started = time.perf_counter()
-    with open_output(
-        output, job=job, shard=shard, shards=shards, ordered=ordered, overwrite=overwrite and alone
-    ) as file:
+    with open_output(output, job=job, shard=shard, shards=shards, ordered=ordered, overwrite=overwrite) as file:
         count = rows.count
         mine = None if count is None else len(range(shard, count, shards))
         skipped = len(file.done) if count is None else sum(i in file.done for i in range(shard, count, shards))
@@ -163,12 +160,10 @@ def run_job(
         with JobProgress(statistics, mine, skipped, progress if shard == 0 else False) as bar:
             written = _write(results, file, bar)
     seconds = time.perf_counter() - started
-    if state is not None:
-        state.wait_for_everyone()
+    wait()
     if shard == 0:
         merge(output)
-    if state is not None:
-        state.wait_for_everyone()
+    wait()
     return JobReport(Path(output), written, skipped, seconds, statistics)
 
 
@@ -202,21 +197,15 @@ def process_state() -> PartialState | None:
 def _write(results: Iterator[RowResult], file: OutputFile, bar: JobProgress) -> int:
     """Put results on disk as they come, some at a time; return how many there were."""
     waiting: list[RowResult] = []
-    written, last = 0, time.perf_counter()
+    count, last = 0, time.perf_counter()
     try:
-        for result in results:
+        for count, result in enumerate(results, start=1):
             waiting.append(result)
             bar.advance(1)
             if time.perf_counter() - last >= WRITE_SECONDS:
-                written += _put(waiting, file)
+                file.write(waiting)
+                waiting.clear()
                 last = time.perf_counter()
     finally:
-        written += _put(waiting, file)
-    return written
-
-
-def _put(waiting: list[RowResult], file: OutputFile) -> int:
-    count = len(waiting)
-    file.write(waiting)
-    waiting.clear()
+        file.write(waiting)
     return count

@@ -3,11 +3,12 @@
 Beside an output `out.jsonl` (or `out.parquet`) lie `out.jsonl.job.json`, which says what job the results belong to, and
 while the job runs the folder `out.jsonl.parts`: files of single processes, their locks, and what is not finished.
 `merge` makes one file of everything and removes the folder. A row counts as done if the output or a file in the folder
-has it, whoever wrote it; so a job goes on where it stopped, also with another number of processes.
+has it, whoever wrote it; so a job goes on where it stopped, also with another number of processes. Results are lines
+of JSON while they come in; a Parquet output is made of them in the end.
 
 Nothing is removed before what replaces it is on disk. A kill in between leaves rows in two files, and both `done` and
-`merge` count a row once. `output_files.py` knows names and locks, this module jobs, `output_base.py` what outputs
-promise, `jsonl_output.py` and `parquet_output.py` know formats.
+`merge` count a row once. `output_files.py` knows names and locks, this module jobs, `output_lines.py` and
+`parquet_output.py` know formats.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ import json
 import os
 import reprlib
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
-from hf_dsde.batch.output_base import OutputFile, shard_name
 from hf_dsde.batch.output_files import MERGE_LOCK, OutputPaths, all_locks, lock, replacing
+from hf_dsde.batch.output_lines import OutputFile, merge_files, read_lines
 from hf_dsde.batch.results import RowResult
-from hf_dsde.utils.checks import check_flag, check_integer, check_number
+from hf_dsde.utils.checks import check_flag, check_integer
 
 JOB_FORMAT = "hf-dsde-batch-output"
-JOB_VERSION = 1
+JOB_VERSION = 2
 """Raised whenever the files beside an output change their meaning."""
 _SHOWN_DIFFERENCES = 8
 _SHORT = reprlib.Repr()
@@ -40,8 +40,6 @@ def open_output(
     shards: int = 1,
     ordered: bool = False,
     overwrite: bool = False,
-    part_rows: int = 1024,
-    part_seconds: float = 30.0,
 ) -> OutputFile:
     """Open the output of a job, new or to go on with it.
 
@@ -56,9 +54,6 @@ def open_output(
         shards: How many processes share the job. It may differ from an earlier run's.
         ordered: Whether `merge` sorts by `index`; otherwise the results of a shard stay in the order of writing.
         overwrite: Start over instead of going on. With several shards call `remove_output` before they start.
-        part_rows: Parquet only: results that are collected before they are written.
-        part_seconds: Parquet only: seconds after which a call of `write` does not wait for `part_rows` any longer. What
-            was collected and not written when the process is killed has to be done again.
 
     Raises:
         TypeError: An argument has the wrong type, or JSON cannot hold the `job`.
@@ -69,8 +64,6 @@ def open_output(
     paths = OutputPaths.of(path)
     check_integer("shards", shards, 1)
     check_integer("shard", shard, 0, shards - 1)
-    check_integer("part_rows", part_rows, 1)
-    check_number("part_seconds", part_seconds, 0.0)
     description = _as_json(job)
     check_flag("ordered", ordered)
     if check_flag("overwrite", overwrite):
@@ -80,14 +73,8 @@ def open_output(
                 f"`remove_output` in one process before the shards start."
             )
         remove_output(path)
-    _settle_job(paths, shard_name(shard, shards), description, ordered)
-    if paths.output.suffix == ".parquet":
-        from hf_dsde.batch.parquet_output import ParquetOutput
-
-        return ParquetOutput(paths, shard, shards, part_rows, part_seconds)
-    from hf_dsde.batch.jsonl_output import JsonlOutput
-
-    return JsonlOutput(paths, shard, shards)
+    _settle_job(paths, f"shard-{shard}-of-{shards}", description, ordered)
+    return OutputFile(paths, shard, shards)
 
 
 def merge(path: str | os.PathLike[str]) -> None:
@@ -103,7 +90,7 @@ def merge(path: str | os.PathLike[str]) -> None:
     paths = OutputPaths.of(path)
     ordered = bool(_read_job(paths)["ordered"])
     with all_locks(paths), lock(paths.parts / MERGE_LOCK):
-        _format(paths).merge_files(paths, ordered)
+        merge_files(paths, ordered)
         paths.remove_parts()
 
 
@@ -135,18 +122,16 @@ def read_results(path: str | os.PathLike[str]) -> Iterator[RowResult]:
     if not paths.output.exists():
         hint = " There are unfinished parts beside it; call `merge` first." if paths.parts.is_dir() else ""
         raise FileNotFoundError(f"`path` is {str(path)!r}, but there is no such file.{hint}")
-    return _format(paths).read_file(paths.output)
+    return map(RowResult.from_dict, _rows(paths))
 
 
-def _format(paths: OutputPaths) -> ModuleType:
-    """The module of the output's format; pyarrow is imported only where it is needed."""
-    if paths.output.suffix == ".parquet":
-        from hf_dsde.batch import parquet_output
+def _rows(paths: OutputPaths) -> Iterator[dict[str, Any]]:
+    if not paths.is_table:
+        return (line.values for line in read_lines(paths.output))
+    # Only jobs that end as Parquet import pyarrow.
+    from hf_dsde.batch.parquet_output import read_rows
 
-        return parquet_output
-    from hf_dsde.batch import jsonl_output
-
-    return jsonl_output
+    return read_rows(paths.output)
 
 
 def _as_json(job: Mapping[str, Any]) -> Any:
@@ -174,7 +159,7 @@ def _settle_job(paths: OutputPaths, name: str, job: Any, ordered: bool) -> None:
         if there["ordered"] == ordered:
             return
     else:
-        strange = next(iter(paths.sources(".parquet") + paths.part_files(".jsonl")), None)
+        strange = next((f for f in (paths.output, *paths.line_files()) if f.exists() and f.stat().st_size > 0), None)
         if strange is not None:
             raise FileExistsError(
                 f"`path` is {str(paths.output)!r}, but {str(strange)!r} exists without {paths.job.name!r}, so it is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -10,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-try:
-    import fcntl
-except ImportError:  # Windows, where two processes that write the same shard go unnoticed.
-    fcntl = None  # type: ignore[assignment]
+from filelock import FileLock, Timeout
 
 SUFFIXES = (".jsonl", ".ndjson", ".parquet")
 MERGED_NAME = "merged.tmp"
+UNPACKED_NAME = "unpacked.tmp"
 MERGE_LOCK = "merge.lock"
-_OUR_FILES = re.compile(r"shard-\d+-of-\d+(-\d+)?\.(jsonl|parquet|lock|tmp)|merged\.tmp|merge\.lock")
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
+"""What a file system without locks says. Working without is better than not working."""
+_OUR_FILES = re.compile(r"shard-\d+-of-\d+\.(jsonl|lock|tmp)|merged\.tmp|unpacked\.tmp|merge\.lock")
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,20 @@ class OutputPaths:
         files = [f for f in self.parts.iterdir() if f.suffix == suffix and _OUR_FILES.fullmatch(f.name)]
         return sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", file.name)])
 
-    def sources(self, suffix: str) -> list[Path]:
-        """Every file that holds results, the output first if there is one."""
-        there = self.output.exists() and self.output.stat().st_size > 0
-        return [self.output] * there + self.part_files(suffix)
+    @property
+    def is_table(self) -> bool:
+        """Whether the output is Parquet and not lines."""
+        return self.output.suffix == ".parquet"
+
+    def line_files(self) -> list[Path]:
+        """Every file with lines in it, the output first if it has some."""
+        files = [*([] if self.is_table else [self.output]), *self.part_files(".jsonl")]
+        return [file for file in files if file.exists() and file.stat().st_size > 0]
 
     def remove_parts(self) -> None:
         """Remove what this package has put into the folder of parts, except locks, which their holders remove."""
-        for suffix in (".jsonl", ".parquet", ".tmp"):
-            for file in self.part_files(suffix):
-                file.unlink(missing_ok=True)
+        for file in (*self.part_files(".jsonl"), *self.part_files(".tmp")):
+            file.unlink(missing_ok=True)
 
     def remove_empty_folder(self) -> None:
         """Remove the folder of parts unless something is in it."""
@@ -106,43 +111,30 @@ def lock(path: Path) -> Iterator[None]:
     Raises:
         RuntimeError: Somebody else holds it.
     """
-    while True:
+    held = FileLock(path, thread_local=False)
+    while not held.is_locked:
         # A shard that closes removes the folder if it is empty, which may be just now.
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            # More than one try, as who held the file before may remove it between our opening and our locking.
+            held.acquire(timeout=0.02, poll_interval=0.005)
         except FileNotFoundError:
             continue
-        try:
-            _claim(descriptor, path)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        # Who held it before may have removed it between our opening and our locking.
-        if os.fstat(descriptor).st_nlink or os.name == "nt":
+        except Timeout:
+            raise RuntimeError(
+                f"{str(path)!r} is locked: the output is open or being merged, here or in another process. Close it "
+                f"or wait for it, or choose another path."
+            ) from None
+        except OSError as failure:
+            if failure.errno not in _NO_LOCKS:
+                raise
             break
-        os.close(descriptor)
     try:
         yield
     finally:
         with suppress(OSError):
             path.unlink()
-        os.close(descriptor)
-
-
-def _claim(descriptor: int, path: Path) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RuntimeError(
-            f"{str(path)!r} is locked: the output is open or being merged, here or in another process. Close it or "
-            f"wait for it, or choose another path."
-        ) from None
-    except OSError:
-        # A file system without locks. Working without is better than not working.
-        return
+        held.release()
 
 
 @contextmanager

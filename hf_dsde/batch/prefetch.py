@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from hf_dsde.utils.checks import check_integer
@@ -15,16 +15,6 @@ R = TypeVar("R")
 
 _LONGEST_WAIT = 1.0
 """Seconds that closing waits for the thread. Only a source that blocks in its own `next` makes use of them."""
-
-
-@dataclass(frozen=True)
-class _Built:
-    value: Any
-
-
-@dataclass(frozen=True)
-class _Failed:
-    error: BaseException
 
 
 _END = object()
@@ -83,9 +73,7 @@ def _prefetched(source: Iterable[T], build: Callable[[T], R], ahead: int) -> Ite
     try:
         while (result := results.get()) is not _END:
             slots.release()
-            if isinstance(result, _Failed):
-                raise result.error
-            value = result.value
+            value = result.result()
             del result  # A finished request must not live on here while the next one is waited for.
             yield value
             del value
@@ -112,7 +100,12 @@ def _work(
             item = next(items, _END)
             if item is _END:
                 break
-            results.put(_Built(build(item)))  # type: ignore[arg-type]  # `next` with a default widens the type
+            result: Future[R] = Future()
+            result.set_result(build(item))  # type: ignore[arg-type]  # `next` with a default widens the type
+            results.put(result)
+            del result
     except BaseException as error:  # noqa: BLE001  it is raised again where the results are read
-        results.put(_Failed(error))
+        failed: Future[R] = Future()
+        failed.set_exception(error)
+        results.put(failed)
     results.put(_END)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from tqdm.auto import tqdm
 from tqdm.std import tqdm as terminal_tqdm
@@ -12,7 +12,7 @@ from tqdm.std import tqdm as terminal_tqdm
 from hf_dsde.batch.job_statistics import JobStatistics
 
 
-class JobProgress:
+class JobProgress(AbstractContextManager["JobProgress"]):
     """Shows how far a job is, in a terminal or a notebook.
 
     Args:
@@ -45,10 +45,5 @@ class JobProgress:
         )
         self._bar.update(rows)
 
-    def __enter__(self) -> JobProgress:  # noqa: PYI034 - Self needs Python 3.11
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()

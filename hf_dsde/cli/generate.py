@@ -19,9 +19,10 @@ from hf_dsde.batch.generator import DEFAULT_POLICY, BatchGenerator, RowError
 from hf_dsde.batch.input_rows import STANDARD_INPUT, read_rows
 from hf_dsde.batch.job import InputRows, process_state
 from hf_dsde.batch.output_files import OutputPaths
+from hf_dsde.batch.output_lines import as_line
 from hf_dsde.batch.progress import JobProgress
 from hf_dsde.cli.generate_rows import input_of
-from hf_dsde.cli.generate_view import print_errors, print_template_note, result_line, result_view, summary
+from hf_dsde.cli.generate_view import print_errors, print_template_note, result_view, summary
 from hf_dsde.cli.options import DeviceOption, Dtype, ModelOption, named_pair, usage_errors
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.utils.checks import check_number
@@ -348,7 +349,7 @@ def _stream(
                 if readable:
                     console.print(result_view(result, under_way.pop(result.index), column))
                 else:
-                    typer.echo(result_line(result))
+                    typer.echo(as_line(result.to_dict()), nl=False)
                 bar.advance(1)
     except KeyboardInterrupt:
         _end("Interrupted. A job with --output keeps what is finished, and goes on when it is run again.", INTERRUPTED)

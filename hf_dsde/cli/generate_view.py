@@ -1,8 +1,7 @@
-"""How results of batch inference look: a text in a terminal, a line of JSON in a pipe, and the counts of a job."""
+"""How results of batch inference look: a text in a terminal, and the counts of a job."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.text import Text
 from hf_dsde.batch.input_rows import PROMPT_COLUMNS
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.results import RowResult
+from hf_dsde.measurement.views import number
 
 
 def result_view(result: RowResult, row: Any, column: str | None) -> RenderableType:
@@ -30,11 +30,6 @@ def result_view(result: RowResult, row: Any, column: str | None) -> RenderableTy
     return Group(Rule(title, align="left"), Text((result.text or "").strip()))
 
 
-def result_line(result: RowResult) -> bytes:
-    """A result as a line of JSON in UTF-8, without the line's end."""
-    return json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False).encode()
-
-
 def summary(statistics: JobStatistics, seconds: float, policy: str) -> Table:
     """Counts and ratios of a job.
 
@@ -43,19 +38,16 @@ def summary(statistics: JobStatistics, seconds: float, policy: str) -> Table:
         seconds: How long it took.
         policy: Name of the policy.
     """
+    speed = statistics.new_tokens / seconds if seconds else None
     table = Table(title=f"Speculation, policy '{policy}'", show_header=False)
-    speed = statistics.new_tokens / seconds if seconds else float("nan")
-    for name, value in (
-        ("texts", f"{statistics.texts:,}"),
-        ("prompt tokens", f"{statistics.prompt_tokens:,}"),
-        ("new tokens", f"{statistics.new_tokens:,}"),
-        ("new tokens per second", f"{speed:,.1f}"),
-        ("block efficiency", f"{statistics.block_efficiency:.2f}"),
-        ("acceptance rate", f"{statistics.acceptance_rate:.1%}"),
-        ("mean draft length", f"{statistics.mean_draft_length:.2f}"),
-        ("idle rows, share of rounds", f"{statistics.idle_share:.1%}"),
-    ):
-        table.add_row(name, "-" if value.startswith("nan") else value)
+    table.add_row("texts", f"{statistics.texts:,}")
+    table.add_row("prompt tokens", f"{statistics.prompt_tokens:,}")
+    table.add_row("new tokens", f"{statistics.new_tokens:,}")
+    table.add_row("new tokens per second", number(speed, ",.1f"))
+    table.add_row("block efficiency", number(statistics.block_efficiency, ".2f"))
+    table.add_row("acceptance rate", number(statistics.acceptance_rate, ".1%"))
+    table.add_row("mean draft length", number(statistics.mean_draft_length, ".2f"))
+    table.add_row("idle rows, share of rounds", number(statistics.idle_share, ".1%"))
     return table
 
 

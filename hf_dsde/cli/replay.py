@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hf_dsde.cli.options import progress
 from hf_dsde.policies import available_policies
 from hf_dsde.replay.experiment import ReplayGrid, run_grid
 from hf_dsde.replay.plot import save_plot
@@ -88,9 +88,9 @@ def replay_command(
         grid.check()
     except (ValueError, TypeError, FileNotFoundError) as mistake:
         raise typer.BadParameter(str(mistake)) from mistake
-    with _progress(console) as progress:
-        shown = progress.add_task("replaying", total=None)
-        result = run_grid(grid, jobs, lambda done, total: progress.update(shown, completed=done, total=total))
+    with progress(console) as bar:
+        shown = bar.add_task("replaying", total=None)
+        result = run_grid(grid, jobs, lambda done, total: bar.update(shown, completed=done, total=total))
     console.print(result_view(result))
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,9 +99,3 @@ def replay_command(
     if plot is not None:
         save_plot(result, plot)
         console.print(f"plot written to {plot}")
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )

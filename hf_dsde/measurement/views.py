@@ -6,6 +6,7 @@ Nothing is computed here that is not a property of the objects shown.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -24,31 +25,25 @@ UNKNOWN = "-"
 
 def summary(statistics: SpeculationStatistics) -> RenderableType:
     """Statistics for a rich console: the important numbers, acceptance by position, and where the time went."""
-    parts: list[RenderableType] = [_pairs_table(f"Speculation, policy '{statistics.policy}'", numbers(statistics))]
-    if statistics.drafted:
-        parts.append(_bars_table("Acceptance by draft position", "position", acceptance_bars(statistics)))
-    if statistics.total_seconds > 0:
-        parts.append(_bars_table("Time", "phase", time_bars(statistics)))
     reason = statistics.losing_reason()
-    if reason is not None:
-        parts.append(Text(reason, style="yellow"))
-    return Group(*parts)
+    notes = [] if reason is None else [Text(reason, style="yellow")]
+    return Group(*(_table(title, rows) for title, rows in _sections(statistics)), *notes)
 
 
 def summary_html(statistics: SpeculationStatistics) -> str:
     """The same as `summary` in HTML that needs no style sheet; every text is escaped."""
-    title = f"Speculation, policy '{statistics.policy}'"
-    parts = [_html_table(title, [[name, value] for name, value in numbers(statistics)])]
-    if statistics.drafted:
-        rows = [[name, _bar(share), value] for name, share, value in acceptance_bars(statistics)]
-        parts.append(_html_table("Acceptance by draft position", rows))
-    if statistics.total_seconds > 0:
-        rows = [[name, _bar(share), value] for name, share, value in time_bars(statistics)]
-        parts.append(_html_table("Time", rows))
     reason = statistics.losing_reason()
-    if reason is not None:
-        parts.append(f"<p><strong>{escape(reason)}</strong></p>")
-    return "<div>" + "".join(parts) + "</div>"
+    note = "" if reason is None else f"<p><strong>{escape(reason)}</strong></p>"
+    return "<div>" + "".join(_html_table(title, rows) for title, rows in _sections(statistics)) + note + "</div>"
+
+
+def _sections(statistics: SpeculationStatistics) -> Iterator[tuple[str, list[tuple[str | _Bar, ...]]]]:
+    """The title and the cells of each table; those of numbers have two columns, those of shares a bar between them."""
+    yield f"Speculation, policy '{statistics.policy}'", [*numbers(statistics)]
+    if statistics.drafted:
+        yield "Acceptance by draft position", [(n, _Bar(share), v) for n, share, v in acceptance_bars(statistics)]
+    if statistics.total_seconds > 0:
+        yield "Time", [(name, _Bar(share), value) for name, share, value in time_bars(statistics)]
 
 
 def numbers(statistics: SpeculationStatistics) -> list[tuple[str, str]]:
@@ -93,44 +88,35 @@ def time_bars(statistics: SpeculationStatistics) -> list[tuple[str, float, str]]
     return [(phase, value / total, f"{value / total:.0%}, {value:.3g} s") for phase, value in seconds]
 
 
-def _pairs_table(title: str, pairs: list[tuple[str, str]]) -> Table:
+def _table(title: str, rows: list[tuple[str | _Bar, ...]]) -> Table:
     table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False)
-    table.add_column("name")
-    table.add_column("value", justify="right")
-    for name, value in pairs:
-        table.add_row(Text(name), Text(value))
+    table.add_column()
+    if len(rows[0]) == 3:
+        table.add_column(width=_BAR_WIDTH, no_wrap=True)
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
-def _bars_table(title: str, first_column: str, bars: list[tuple[str, float, str]]) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False)
-    table.add_column(first_column)
-    table.add_column("share", width=_BAR_WIDTH, no_wrap=True)
-    table.add_column("value", justify="right")
-    for name, share, value in bars:
-        table.add_row(Text(name), _Bar(share), Text(value))
-    return table
-
-
-def _html_table(title: str, rows: list[list[str]]) -> str:
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+def _html_table(title: str, rows: list[tuple[str | _Bar, ...]]) -> str:
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><caption>{escape(title)}</caption><tbody>{body}</tbody></table>"
 
 
 @dataclass(frozen=True)
 class _Bar:
-    """A bar for a rich console, drawn with what the console's encoding has."""
+    """A bar whose whole length shows, so that it can be read without colour and without a frame."""
 
     share: float
 
+    def __str__(self) -> str:
+        filled = 0 if math.isnan(self.share) else round(min(max(self.share, 0.0), 1.0) * _BAR_WIDTH)
+        return "\u2588" * filled + "\u2591" * (_BAR_WIDTH - filled)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(_bar(self.share, "#", ".") if options.ascii_only else _bar(self.share))
-
-
-def _bar(share: float, full: str = "\u2588", empty: str = "\u2591") -> str:
-    """A bar whose whole length shows, so that it can be read without colour and without a frame."""
-    filled = 0 if math.isnan(share) else round(min(max(share, 0.0), 1.0) * _BAR_WIDTH)
-    return full * filled + empty * (_BAR_WIDTH - filled)
+        bar = str(self)
+        yield Text(bar.replace("\u2588", "#").replace("\u2591", ".") if options.ascii_only else bar)
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -70,15 +70,10 @@ def _table(title: str, cells: Sequence[Cell]) -> Table:
         marked = (score is not None and score.name == name for score in best)
         table.add_row(Text(name), *(_gap(gap, bold) for gap, bold in zip(gaps, marked, strict=True)))
     table.add_section()
-    for name, row in _references(cells):
-        table.add_row(Text(name), *row, style="dim")
-    return table
-
-
-def _references(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Text]]]:
     if any(cell.fractional for cell in cells):
-        yield "best fractional budget (k)", [_fractional(cell) for cell in cells]
-    yield "oracle", [_gap(cell.gap(cell.oracle)) for cell in cells]
+        table.add_row(Text("best fractional budget (k)"), *map(_fractional, cells), style="dim")
+    table.add_row(Text("oracle"), *(_gap(cell.gap(cell.oracle)) for cell in cells), style="dim")
+    return table
 
 
 def _static_opt(cell: Cell) -> Text:

@@ -27,7 +27,6 @@ from resumed_job import OFTEN, generator, is_running, pause, prompts, rows_on_di
 
 from hf_dsde.batch import job
 from hf_dsde.batch.generator import BatchGenerator
-from hf_dsde.batch.output import open_output
 
 ROWS = 48
 PATIENCE = 60.0
@@ -87,7 +86,6 @@ def main() -> None:
     made, folder = generator(), Path(sys.argv[1])
     pause(made)
     job.WRITE_SECONDS = OFTEN
-    job.open_output = partial(open_output, part_seconds=OFTEN)
     if "RANK" in os.environ:
         run(made, folder / "launched.jsonl")
         return

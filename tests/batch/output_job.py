@@ -46,10 +46,7 @@ def run_job(path: Path, rows: int, shards: int, rng: random.Random, *, ordered: 
     promises = os.open(path.with_suffix(".promises"), os.O_RDWR | os.O_CREAT | os.O_APPEND)
     promised = {int(line) for line in os.pread(promises, 1 << 20, 0).split()}
     for shard in range(shards):
-        part_rows = rng.randint(1, 6)
-        with open_output(
-            path, job=JOB, shard=shard, shards=shards, ordered=ordered, part_rows=part_rows, part_seconds=1e6
-        ) as output:
+        with open_output(path, job=JOB, shard=shard, shards=shards, ordered=ordered) as output:
             if promised - output.done:
                 raise RuntimeError(f"lost: {promised - output.done}")
             left = [i for i in range(rows) if i % shards == shard and i not in output.done]
@@ -58,11 +55,8 @@ def run_job(path: Path, rows: int, shards: int, rng: random.Random, *, ordered: 
                 count = rng.randint(1, 4)
                 batch, left = left[:count], left[count:]
                 output.write([expected(i) for i in batch])
-                new = output.done - promised
-                note(promises, new)
-                promised |= new
-        note(promises, output.done - promised)
-        promised |= output.done
+                note(promises, output.done - promised)
+                promised |= output.done
     merge(path)
 
 

@@ -15,14 +15,12 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from forks import exit_code, in_fork
 from tiny_pair import tiny_pair
@@ -30,7 +28,7 @@ from watched_forward import watch
 
 from hf_dsde.batch import job
 from hf_dsde.batch.generator import BatchGenerator
-from hf_dsde.batch.output import open_output, read_results
+from hf_dsde.batch.output import read_results
 
 ROWS = 96
 BATCH_SIZE = 3
@@ -77,11 +75,9 @@ def pause(made: BatchGenerator) -> None:
 
 def rows_on_disk(path: Path) -> int:
     """Results that a killed job has left, merged or not."""
-    if path.suffix == ".jsonl":
-        files = [path, *path.with_name(f"{path.name}.parts").glob("*.jsonl")]
-        return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
-    parts = path.with_name(f"{path.name}.parts").glob("*.parquet")
-    return sum(pq.read_metadata(part).num_rows for part in parts)
+    files = [path] if path.suffix == ".jsonl" else []
+    files += path.with_name(f"{path.name}.parts").glob("*.jsonl")
+    return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
 
 
 def is_running(process: int) -> bool:
@@ -105,7 +101,6 @@ def scenario(
 ) -> dict[str, Any]:
     """Run a job that is killed some times, and then left alone."""
     job.WRITE_SECONDS = write_seconds
-    job.open_output = partial(open_output, part_seconds=write_seconds)
     rows, rng, path = prompts(count), random.Random(0), folder / f"out{suffix}"
     codes, done = [], []
     for results in kills:

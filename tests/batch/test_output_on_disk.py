@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from output_job import JOB, expected
-from outputs import FORMATS, indices, names, write
+from outputs import FORMATS, indices, write
 
-from hf_dsde.batch import jsonl_output, parquet_output
+from hf_dsde.batch import parquet_output
 from hf_dsde.batch.output import merge, open_output, read_results
 from hf_dsde.batch.results import LENGTH, RowResult
 
@@ -28,20 +28,13 @@ def recorded_calls(monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the names of open files")
 class TestWhatIsOnDisk:
-    def test_lines_are_when_write_returns(self, tmp_path, monkeypatch):
-        with open_output(tmp_path / "out.jsonl", job=JOB) as output:
+    @pytest.mark.parametrize(("suffix", "name"), [(".jsonl", "out.jsonl"), (".parquet", "shard-0-of-1.jsonl")])
+    def test_results_are_when_write_returns(self, tmp_path, monkeypatch, suffix, name):
+        with open_output(tmp_path / f"out{suffix}", job=JOB) as output:
             calls = recorded_calls(monkeypatch)
             output.write([expected(1), expected(2)])
-            assert calls == [("write", "out.jsonl"), ("fsync", "out.jsonl")]
-
-    def test_a_part_is_before_it_gets_its_name(self, tmp_path, monkeypatch):
-        with open_output(tmp_path / "out.parquet", job=JOB) as output:
-            calls = recorded_calls(monkeypatch)
-            output.write([expected(1)])
-            assert not calls
-            output.flush()
-        part = "shard-0-of-1-000000.parquet"
-        assert calls == [("fsync", "shard-0-of-1.tmp"), ("replace", part), ("fsync", "out.parquet.parts")]
+            assert calls == [("write", name), ("fsync", name)]
+            assert output.done == {1, 2}
 
     @pytest.mark.parametrize("suffix", FORMATS)
     def test_a_merged_file_is_before_it_gets_its_name(self, tmp_path, monkeypatch, suffix):
@@ -52,34 +45,13 @@ class TestWhatIsOnDisk:
         assert calls == [("fsync", "merged.tmp"), ("replace", path.name), ("fsync", tmp_path.name)]
 
 
-def test_parts_are_made_of_so_many_rows_or_after_so_many_seconds(tmp_path, monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(parquet_output.time, "monotonic", lambda: now)
-    with open_output(tmp_path / "out.parquet", job=JOB, part_rows=3, part_seconds=10) as output:
-        output.write([expected(0), expected(1)])
-        assert output.done == set()
-        output.write([expected(2)])
-        assert output.done == {0, 1, 2}
-        now = 200.0
-        output.write([expected(3)])
-        now = 209.0
-        output.write([expected(4)])
-        assert output.done == {0, 1, 2}
-        now = 210.0
-        output.write([expected(5)])
-        assert output.done == set(range(6))
-        output.write([expected(6)])
-    parts = names(tmp_path / "out.parquet.parts")
-    assert parts == [f"shard-0-of-1-{i:06d}.parquet" for i in range(3)]
-
-
 @pytest.mark.parametrize("ordered", [False, True])
 def test_large_parquet_outputs_are_joined_in_pieces(tmp_path, monkeypatch, ordered):
     monkeypatch.setattr(parquet_output, "ROW_GROUP", 10)
     path = tmp_path / "out.parquet"
     rows = [i * 37 % 101 for i in range(101)]
     for start in range(0, 101, 25):
-        write(path, rows[start : start + 25], part_rows=7, ordered=ordered)
+        write(path, rows[start : start + 25], ordered=ordered)
         merge(path)
     assert list(read_results(path)) == [expected(i) for i in (sorted(rows) if ordered else rows)]
     with parquet_output.pq.ParquetFile(path) as file:
@@ -138,12 +110,3 @@ def test_reading_what_is_not_there_names_the_way_out(tmp_path):
     write(path, [1])
     with pytest.raises(FileNotFoundError, match="call `merge` first"):
         read_results(path)
-
-
-def test_lines_that_are_numbered_and_whole_are_seen_as_such(tmp_path):
-    path = tmp_path / "out.jsonl"
-    write(path, [1, 2])
-    lines = list(jsonl_output.read_lines(path))
-    assert lines[0].start == 0
-    assert lines[1].start == lines[0].end
-    assert lines[1].end == path.stat().st_size
