@@ -138,11 +138,7 @@ def test_any_batch_lengths_and_settings(
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"packed_attention": False},
-        {"fill_to_batch": True},
-        {"view_bucket": 7, "prefill_chunk": 3},
-    ],
+    [{"packed_attention": False}, {"fill_to_batch": True}, {"view_bucket": 7, "prefill_chunk": 3}],
     ids=["not-packed", "filled-to-batch", "odd-buckets"],
 )
 def test_settings_do_not_change_the_text(changes: dict[str, Any], family: str) -> None:
@@ -370,12 +366,7 @@ CHANGING_ROPE: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": (
         "phi3",
         {
-            "rope_parameters": {
-                **ROPE,
-                "rope_type": "longrope",
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-            },
+            "rope_parameters": {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
             "original_max_position_embeddings": 16,
             "max_position_embeddings": 64,
         },

@@ -11,11 +11,7 @@ from tiny_text import tiny_tokenizer
 from hf_dsde.cli.demo.prompts import DemoPrompt
 from hf_dsde.pairs import Pair
 
-PROMPTS = (
-    DemoPrompt("short", "a"),
-    DemoPrompt("medium", "abcdeHgJk"),
-    DemoPrompt("long", "fedcbaGhIjKlMn" * 3),
-)
+PROMPTS = (DemoPrompt("short", "a"), DemoPrompt("medium", "abcdeHgJk"), DemoPrompt("long", "fedcbaGhIjKlMn" * 3))
 CHAT_TEMPLATE = (
     "{% for message in messages %}ab{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}f{% endif %}"
 )

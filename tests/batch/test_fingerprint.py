@@ -107,9 +107,7 @@ def test_costs_count_only_where_they_make_a_sampled_run_repeatable(target, sampl
     given = GenerationConfig(do_sample=samples)
     without, with_costs = (
         _identity(
-            target,
-            generation_config=given,
-            speculation_config=SpeculationConfig(costs=costs, refresh_costs=refresh),
+            target, generation_config=given, speculation_config=SpeculationConfig(costs=costs, refresh_costs=refresh)
         )
         for costs in (None, COSTS)
     )

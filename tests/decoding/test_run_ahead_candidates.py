@@ -20,10 +20,7 @@ from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 ROWS = 5
 
 

@@ -23,10 +23,7 @@ from hf_dsde.measurement.statistics import RoundCounts
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StaticPolicy, StoppingPolicy
 from hf_dsde.utils import tuning
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
-    pytest.mark.usefixtures("recording"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
 ROWS = 5
 
 
@@ -162,10 +159,7 @@ def test_sampled_text_is_that_of_steps_one_after_the_other(begun: list[int], mon
 
 @pytest.mark.parametrize(("runner", "tokens"), [("graph", 0), ("graph", 10_000), ("eager", 0), ("eager", 200)])
 def test_a_draft_that_has_missed_much_knows_all_of_it_when_it_drafts(
-    tokens: int,
-    runner: str,
-    begun: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    tokens: int, runner: str, begun: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafting with the target itself, every token is accepted, unless one was missed or stored in a wrong place."""
     stored = stores(monkeypatch)

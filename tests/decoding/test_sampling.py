@@ -255,11 +255,7 @@ def test_settings_per_row_follow_several_sequences_per_prompt(options: str) -> N
     arguments = {"max_new_tokens": 12, "num_return_sequences": 2, "do_sample": True, "top_k": 1}
     plain = TARGET.generate(**inputs, **arguments, **GREEDY_OPTIONS[options])
     speculative = TARGET.generate(
-        **inputs,
-        **arguments,
-        assistant_model=DRAFT,
-        speculation_policy=RandomLengths(5),
-        **GREEDY_OPTIONS[options],
+        **inputs, **arguments, assistant_model=DRAFT, speculation_policy=RandomLengths(5), **GREEDY_OPTIONS[options]
     )
     assert torch.equal(speculative, plain)
 

@@ -150,10 +150,7 @@ class TestCalls:
     @pytest.mark.parametrize("policy", [*STOPPING, "planned", "random"])
     @pytest.mark.parametrize("do_sample", [False, True])
     def test_steps_are_the_passes_made_and_columns_those_that_somebody_drafted(
-        self,
-        do_sample: bool,
-        policy: str,
-        proposals: list[CandidateBatch],
+        self, do_sample: bool, policy: str, proposals: list[CandidateBatch]
     ) -> None:
         torch.manual_seed(1)
         made = {"random": RandomLengths(stop_probability=0.4), "planned": PlannedStops()}

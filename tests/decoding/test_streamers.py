@@ -105,11 +105,7 @@ def test_arbitrary_bytes_stream_to_what_decoding_them_at_once_gives(ids: list[in
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(
-        st.sampled_from(["ab ", "the", " ", "\n", "\n ", "é", "日本語", "🙂", "x" * 40]),
-        min_size=1,
-        max_size=9,
-    ),
+    st.lists(st.sampled_from(["ab ", "the", " ", "\n", "\n ", "é", "日本語", "🙂", "x" * 40]), min_size=1, max_size=9),
     chunkings,
 )
 def test_long_texts_survive_the_shortening_of_the_window(words: list[str], chunks: list[int]) -> None:

@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 from tiny_models import ragged_batch
 from tiny_policies import RandomLengths, ScriptedLengths
 from tiny_text import StopsAfterCalls, StopsAllWhenRow, StopsRowOn, tiny_tokenizer
-from transformers import (
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-    TextStreamer,
-)
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 from waits import RecordsRows
 
@@ -153,10 +148,7 @@ def test_rows_of_a_batch_are_streamed_exactly_as_they_come_out(
     together=st.none() | st.integers(1, STEPS),
 )
 def test_nothing_is_streamed_that_is_cut_later(
-    policy_seed: int,
-    eos_steps: list[tuple[int, int]],
-    stop_steps: list[tuple[int, int]],
-    together: int | None,
+    policy_seed: int, eos_steps: list[tuple[int, int]], stop_steps: list[tuple[int, int]], together: int | None
 ) -> None:
     """Criteria judge a step when all rows have reached it, so rows that ran ahead are cut after the fact."""
     texts = endless_text(THREE)

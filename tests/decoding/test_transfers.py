@@ -8,11 +8,7 @@ import torch
 from hf_dsde.utils.transfers import Download, upload
 
 CPU = torch.device("cpu")
-VALUES = [
-    ([3, 0, -1, 2**40], torch.int64),
-    ([7], torch.int64),
-    ([True, False, True], torch.bool),
-]
+VALUES = [([3, 0, -1, 2**40], torch.int64), ([7], torch.int64), ([True, False, True], torch.bool)]
 
 
 @pytest.mark.parametrize(("values", "dtype"), VALUES, ids=str)

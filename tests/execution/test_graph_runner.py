@@ -30,10 +30,7 @@ from hf_dsde.integration import generation
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.utils import tuning
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
-    pytest.mark.usefixtures("recording"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
 RECORDABLE = [family for family in FAMILIES if family != "mixtral"]
 FUSED = [family for family in RECORDABLE if why_not_fused(tiny_model(family)) is None]
 
@@ -181,8 +178,7 @@ def test_a_bound_on_lengths_does_not_make_the_cache_grow() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("limit", [None, 600, 520])
 def test_a_cache_grows_by_the_longest_row_and_not_by_the_bound_it_is_recorded_for(
-    limit: int | None,
-    fused: bool,
+    limit: int | None, fused: bool
 ) -> None:
     runner = create_runner(tiny_model(), 1, MIN_REACH, RuntimeOptions(fused_layers=fused), "graph")
     runner.cache.limit = limit

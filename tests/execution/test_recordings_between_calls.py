@@ -26,10 +26,7 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.recording_key import recording_key
 from hf_dsde.execution.workspaces import workspaces
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
-    pytest.mark.usefixtures("recording"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
 INPUTS = ragged_batch([3, 7, 1])
 NEW_TOKENS = 7
 Modes = {

@@ -82,10 +82,7 @@ def cached(past: Callable[[], DynamicCache]) -> dict[str, Any]:
 
 CALLS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "beams": (lambda: {"num_beams": 3}, ("num_beams=3", "Use num_beams=1")),
-    "beams in a config": (
-        lambda: {"generation_config": GenerationConfig(num_beams=2)},
-        ("num_beams=2",),
-    ),
+    "beams in a config": (lambda: {"generation_config": GenerationConfig(num_beams=2)}, ("num_beams=2",)),
     "no assistant": (lambda: {"assistant_model": None}, ("assistant_model=None", "Pass assistant_model=")),
     "prompt lookup beside an assistant": (
         lambda: {"prompt_lookup_num_tokens": 3},
@@ -114,10 +111,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     ),
     "guidance": (lambda: {"guidance_scale": 1.5}, ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "Leave out")),
     "SynthID watermark": (
-        lambda: {
-            "watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3),
-            "do_sample": True,
-        },
+        lambda: {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3), "do_sample": True},
         ("SynthIDTextWatermarkLogitsProcessor",),
     ),
     "odd positions": (
@@ -426,10 +420,7 @@ def test_a_custom_decoding_method_refuses_the_same(arguments: dict[str, Any], pa
     never_enabled.register_forward_pre_hook(fails_when_called)
     with pytest.raises(ValueError, match=part):
         never_enabled.generate(
-            **BATCH,
-            **arguments,
-            max_new_tokens=3,
-            custom_generate=partial(hf_dsde.generate, assistant_model=draft()),
+            **BATCH, **arguments, max_new_tokens=3, custom_generate=partial(hf_dsde.generate, assistant_model=draft())
         )
 
 

@@ -168,9 +168,7 @@ def test_what_was_learnt_carries_over_to_a_smaller_batch() -> None:
     assert live.current.verify.at(3) == pytest.approx(0.95 * 2 * 1.1, rel=0.02)
 
 
-@given(
-    timings=st.lists(st.tuples(st.integers(0, 12), st.floats(1e-6, 1e3), st.floats(1e-6, 1e3)), max_size=30),
-)
+@given(timings=st.lists(st.tuples(st.integers(0, 12), st.floats(1e-6, 1e3), st.floats(1e-6, 1e3)), max_size=30))
 def test_whatever_is_observed_costs_stay_positive_and_finite(timings: list[tuple[int, float, float]]) -> None:
     live = LiveCosts(CostModel.relative(0.1, [1.0, 1.1, 1.2]), rows=1)
     for steps, draft, verify in timings:

@@ -266,13 +266,7 @@ def test_predicted_speedup_counts_steps_to_the_end_of_the_longest_row() -> None:
     plain, speculative = Times(verify=10.0), Times(draft=2.0, verify=10.0)
     recorder = StatisticsRecorder(2, "fixed")
     recorder.record_round(
-        drafted=[0, 0],
-        accepted=[0, 0],
-        emitted=[1, 1],
-        active=[True, True],
-        draft_steps=0,
-        pass_width=1,
-        times=plain,
+        drafted=[0, 0], accepted=[0, 0], emitted=[1, 1], active=[True, True], draft_steps=0, pass_width=1, times=plain
     )
     for active, accepted in [([True, True], [2, 0]), ([False, True], [0, 0]), ([False, True], [0, 0])]:
         drafted = [2 if a else 0 for a in active]

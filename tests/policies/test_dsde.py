@@ -328,11 +328,7 @@ class TestDirection:
     def both(self, kld: float, reverse_kld: float) -> RoundOutcome:
         whole = torch.full((1, 5), 1.0)
         return RoundOutcome(
-            torch.tensor([5]),
-            torch.tensor([3]),
-            torch.tensor([True]),
-            kld=kld * whole,
-            reverse_kld=reverse_kld * whole,
+            torch.tensor([5]), torch.tensor([3]), torch.tensor([True]), kld=kld * whole, reverse_kld=reverse_kld * whole
         )
 
     @pytest.mark.parametrize(("direction", "mean"), [("target_draft", 0.25), ("draft_target", 0.75)])

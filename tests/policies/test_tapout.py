@@ -101,10 +101,7 @@ CASES: dict[str, tuple[dict[str, Any], reference.Constants]] = {
     "ucb_tuned": ({"bandit": "ucb_tuned"}, reference.Constants(bandit="ucb_tuned")),
     "thompson": ({"bandit": "thompson", "seed": 3}, reference.Constants(bandit="thompson", seed=3)),
     "ucb1-row": ({"scope": "row"}, reference.Constants(scope="row")),
-    "ucb_tuned-row": (
-        {"scope": "row", "bandit": "ucb_tuned"},
-        reference.Constants(scope="row", bandit="ucb_tuned"),
-    ),
+    "ucb_tuned-row": ({"scope": "row", "bandit": "ucb_tuned"}, reference.Constants(scope="row", bandit="ucb_tuned")),
     "thompson-row": ({"scope": "row", "bandit": "thompson"}, reference.Constants(scope="row", bandit="thompson")),
     "other-blend": (
         {"blend": 0.8, "num_draft_tokens": 7, "arms": ["svip_difference", "adaedl", "logit_margin"]},

@@ -86,10 +86,7 @@ class SlowReplay:
         longest = max(len(tail) for _, tail in self.tails)
         wanted = longest - offset if offset < longest else min(max(self.limit - offset - 1, 1), longest)
         own = [tail for task, tail in self.tails if task == place[0]]
-        pools = (
-            [tail for tail in own if len(tail) == wanted],
-            [tail for tail in own if len(tail) >= wanted],
-        )
+        pools = ([tail for tail in own if len(tail) == wanted], [tail for tail in own if len(tail) >= wanted])
         everywhere = [tail for _, tail in self.tails if len(tail) >= wanted]
         fitting = next((pool for pool in pools if len(pool) >= ENOUGH), everywhere)
         return fitting[int(self.tail_draws[place] * len(fitting))]

@@ -11,14 +11,7 @@ from synthetic_traces import toy_table
 from hf_dsde.policies import StaticPolicy, available_policies
 from hf_dsde.replay import CostSetting, PolicySpec, Realization, Replay, play_priced
 from hf_dsde.replay.draws import SequenceQueue
-from hf_dsde.replay.references import (
-    _Oracle,
-    fractional_budgets,
-    fractional_log,
-    oracle_log,
-    static_log,
-    walked_run,
-)
+from hf_dsde.replay.references import _Oracle, fractional_budgets, fractional_log, oracle_log, static_log, walked_run
 
 SEED, LIMIT = 5, 8
 
