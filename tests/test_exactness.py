@@ -325,7 +325,7 @@ def test_nearly_greedy_return_sequences_equal_greedy_ones() -> None:
 
 @pytest.mark.parametrize("fill_to_batch", [False, True])
 def test_draft_whose_context_is_shorter_than_the_text(fill_to_batch: bool) -> None:
-    """Rows start before, at and behind the end of the draft's 24 positions, which GPT-2 cannot look up beyond."""
+    """Rows start before, at and after the end of the draft's 24 positions, which GPT-2 cannot look up beyond."""
     target = endless_model("llama")
     draft = endless_model("gpt2", n_positions=24, seed=3)
     inputs = ragged_batch([5, 1, 22, 23, 24, 25, 40])

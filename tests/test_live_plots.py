@@ -86,7 +86,7 @@ def test_rows_that_the_batch_lacks_are_unknown():
     assert same(klds, [[0.5, math.nan]])
 
 
-def test_each_call_begins_anew():
+def test_each_call_begins_again():
     policy = WatchedPolicy(create_policy("static"), 1)
     for _ in range(2):
         policy.start(batch(1))

@@ -53,7 +53,7 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
     for row, expected in enumerate(texts):
         end = sequences.prompt_width + generated[row]
         assert sequences.host_tokens[row, end - len(expected) : end].tolist() == expected
-    # There is room for all that a row may emit, and for drafts behind it.
+    # There is room for all that a row may emit, and for drafts after it.
     left = sequences.remaining
     block = torch.full((3, int(left.max())), 9)
     sequences.append(block, left)

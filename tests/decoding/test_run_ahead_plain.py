@@ -88,7 +88,7 @@ def rounds_of(output: Any) -> tuple[RoundCounts, ...]:
     return rounds
 
 
-def test_behind_two_plain_steps_each_but_the_one_too_many_is_begun(begun: list[int]) -> None:
+def test_after_two_plain_steps_each_but_the_one_too_many_is_begun(begun: list[int]) -> None:
     target = tiny_model()
     plain = target.generate(
         **ragged_batch(random_lengths(ROWS)), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0

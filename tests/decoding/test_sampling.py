@@ -117,20 +117,20 @@ ROWS, NEW_TOKENS, WIDTH = 5, 12, 4
 
 
 class RaggedState:
-    """Rows at different lengths with draft tokens behind them, and the longer texts that they are the beginnings of."""
+    """Rows at different lengths with draft tokens after them, and the longer texts that they are the beginnings of."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.inputs = ragged_batch(random_lengths(ROWS, longest=6, seed=seed), seed=seed)
-        behind = torch.randint(3, VOCABULARY, (ROWS, NEW_TOKENS + WIDTH), generator=generator)
-        self.full = torch.cat([self.inputs["input_ids"], behind], dim=1)
+        after = torch.randint(3, VOCABULARY, (ROWS, NEW_TOKENS + WIDTH), generator=generator)
+        self.full = torch.cat([self.inputs["input_ids"], after], dim=1)
         self.generated = torch.randint(0, NEW_TOKENS, (ROWS,), generator=generator).tolist()
         self.generated[seed % ROWS] = 0
         self.sequences = SequenceBatch(**self.inputs, max_new_tokens=NEW_TOKENS, scratch=WIDTH + 1, pad_token=PAD)
-        self.sequences.append(behind[:, :NEW_TOKENS], torch.tensor(self.generated))
-        self.sequences.synchronise(self.generated, behind[:, :NEW_TOKENS])
+        self.sequences.append(after[:, :NEW_TOKENS], torch.tensor(self.generated))
+        self.sequences.synchronise(self.generated, after[:, :NEW_TOKENS])
         self.sequences.write_drafts(
-            torch.stack([row[count : count + WIDTH] for row, count in zip(behind, self.generated, strict=True)])
+            torch.stack([row[count : count + WIDTH] for row, count in zip(after, self.generated, strict=True)])
         )
         self.counts = torch.randint(0, WIDTH + 1, (ROWS,), generator=generator).tolist()
         self.logits = 2 * torch.randn(ROWS, WIDTH, VOCABULARY, generator=generator)

@@ -1,4 +1,4 @@
-"""Drafting ends behind the step at which no row drafts on; how the host learns of it never shows in the output."""
+"""Drafting ends after the step at which no row drafts on; how the host learns of it never shows in the output."""
 
 from __future__ import annotations
 
@@ -169,21 +169,21 @@ class TestCalls:
             assert (probs is not None) == do_sample
 
 
-@pytest.mark.parametrize("stop_behind", [[1] * 6, [5] * 6, [6] * 6, [5, 1, 1, 5, 2, 3], [4] * 6], ids=str)
-def test_every_row_may_stop_behind_the_same_token(stop_behind: Sequence[int], proposals: list[CandidateBatch]) -> None:
-    """Behind the first token, the last but one, and the last."""
+@pytest.mark.parametrize("stop_after", [[1] * 6, [5] * 6, [6] * 6, [5, 1, 1, 5, 2, 3], [4] * 6], ids=str)
+def test_every_row_may_stop_after_the_same_token(stop_after: Sequence[int], proposals: list[CandidateBatch]) -> None:
+    """After the first token, the last but one, and the last."""
 
     class SameStops(PlannedStops):
         def draft_lengths(self) -> torch.Tensor:
             longest = super().draft_lengths()
-            self._stops = torch.tensor(stop_behind)
+            self._stops = torch.tensor(stop_after)
             return longest
 
     generate(SameStops())
     first = proposals[0]
-    assert first.lengths.tolist() == list(stop_behind)
-    assert first.width == max(stop_behind)
-    assert first.steps == max(stop_behind)
+    assert first.lengths.tolist() == list(stop_after)
+    assert first.width == max(stop_after)
+    assert first.steps == max(stop_after)
 
 
 def test_a_policy_that_fixes_lengths_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:

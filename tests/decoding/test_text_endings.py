@@ -111,7 +111,7 @@ def test_a_stop_string_may_span_tokens_and_rounds(step: int, eos: int | None) ->
     decode(prompts(), in_blocks(3), eos_token_id=eos, **stop_arguments(across))
 
 
-def test_a_stop_string_cuts_tokens_that_were_accepted_behind_it() -> None:
+def test_a_stop_string_cuts_tokens_that_were_accepted_after_it() -> None:
     plain, ours = decode(
         ragged_batch([7], seed=3),
         ScriptedLengths([[9]]),

@@ -58,7 +58,7 @@ class RecordsPuts(BaseStreamer):
 
 
 def endings(lengths: tuple[int, ...]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Arguments under which texts end in every way; made anew for each call, as some criteria count."""
+    """Arguments under which texts end in every way; made again for each call, as some criteria count."""
     texts = endless_text(lengths)
     first, last = texts[0], texts[-1]
     spelled = tiny_tokenizer().convert_ids_to_tokens([first[5], last[3], last[4]])

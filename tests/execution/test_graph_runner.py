@@ -158,7 +158,7 @@ def test_a_model_may_be_its_own_draft() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
-def test_passes_are_recorded_anew_when_the_cache_has_grown(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_recorded_again_when_the_cache_has_grown(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "RESERVED_NEW_TOKENS", 4)
     monkeypatch.setattr("hf_dsde.execution.graph_runner.CAPACITY_STEP", 8)
     monkeypatch.setattr("hf_dsde.execution.graph_runner.MIN_REACH", 16)
@@ -285,7 +285,7 @@ def test_weights_changed_in_place_are_seen_by_recordings() -> None:
 
 
 @pytest.mark.slow
-def test_modules_from_elsewhere_are_recorded_anew_in_each_call() -> None:
+def test_modules_from_elsewhere_are_recorded_again_in_each_call() -> None:
     class Adapter(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:
             super().__init__()

@@ -80,7 +80,7 @@ def test_sampled_text_is_the_same_as_without(policy: str, under_way: list[bool],
     assert torch.equal(sampled(), text)
 
 
-def test_every_proposal_behind_a_proposal_finds_its_first_pass_under_way(under_way: list[bool]) -> None:
+def test_every_proposal_after_a_proposal_finds_its_first_pass_under_way(under_way: list[bool]) -> None:
     target = tiny_model()
     generate(target, noisy_copy(target, 0.05), "static", eos_token_id=None, pad_token_id=0)
     assert not under_way[0]

@@ -118,7 +118,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
         lambda: {"position_ids": torch.arange(6).expand(3, -1) + 1},
         ("position_ids", "Leave the argument out"),
     ),
-    "padding behind": (
+    "padding after": (
         lambda: {"attention_mask": torch.tensor([[1] * 6, [1] * 5 + [0], [1] * 4 + [0] * 2])},
         ("attention_mask: rows [1, 2]", "padding_side = 'left'"),
     ),

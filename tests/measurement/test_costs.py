@@ -30,7 +30,7 @@ def given_costs() -> None:
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 
-def test_a_curve_is_linear_between_its_points_flat_before_and_goes_on_behind() -> None:
+def test_a_curve_is_linear_between_its_points_flat_before_and_goes_on_after() -> None:
     curve = CostCurve((1, 5, 9), (1.0, 2.0, 4.0))
     assert [curve.at(count) for count in (1, 3, 5, 6, 9, 11)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 4.0, 5.0])
     assert CostCurve((4, 8), (1.0, 2.0)).at(1) == 1.0
@@ -49,7 +49,7 @@ def test_points_that_make_no_curve_are_refused(counts: tuple[int, ...], seconds:
         CostCurve(counts, seconds)
 
 
-def test_a_round_costs_its_draft_steps_its_pass_and_what_is_besides() -> None:
+def test_a_round_costs_its_draft_steps_its_pass_and_what_comes_in_addition() -> None:
     costs = BatchCosts(0.25, CostCurve((1, 5), (1.0, 1.4)), overhead=0.1)
     assert costs.round_seconds(0) == pytest.approx(1.1)
     assert costs.round_seconds(4) == pytest.approx(4 * 0.25 + 1.4 + 0.1)

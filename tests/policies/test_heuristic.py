@@ -65,7 +65,7 @@ def test_rows_that_drafted_nothing_or_have_finished_stay() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1)), max_size=40))
 def test_follows_transformers_rule(rounds: list[tuple[int, float]]) -> None:
-    """`num_assistant_tokens` of `AssistedCandidateGenerator.update_candidate_strategy`, stated anew."""
+    """`num_assistant_tokens` of `AssistedCandidateGenerator.update_candidate_strategy`, stated again."""
     policy, num_assistant_tokens = started(1, max_draft_length=100), 5
     for cut, share in rounds:
         candidates = max(num_assistant_tokens - cut, 0)

@@ -364,7 +364,7 @@ class TestScope:
         assert policy.chosen.tolist() == [1, 1, 1]
         assert policy.statistics.plays.tolist() == [2] * 5
 
-    def test_a_new_sequence_with_a_bandit_of_its_own_starts_anew(self) -> None:
+    def test_a_new_sequence_with_a_bandit_of_its_own_starts_again(self) -> None:
         policy = started(2, scope="row")
         for accepted in (0, 8, 0, 0, 0):
             policy.observe(outcome([8, 8], [accepted] * 2))

@@ -122,7 +122,7 @@ class TestMeasuredKnee:
         policy.start(BatchInfo(1, torch.device("cpu"), 100, 32, 1000, flat))
         assert policy.draft_lengths().tolist() == [5]
 
-    def test_a_dip_behind_a_dear_width_counts(self) -> None:
+    def test_a_dip_after_a_dear_width_counts(self) -> None:
         """Kernels come in tile sizes: a width may be dear and a wider one cheap."""
         dipping = CostCurve((1, 2, 3, 4, 5), (1.0, 1.3, 1.1, 1.4, 1.5))
         assert widest_cheap_pass(dipping, 0.2, 5) == 3

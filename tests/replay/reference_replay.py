@@ -50,9 +50,9 @@ class SlowReplay:
         for row in self.drafted:
             blocks.setdefault((row["task"], row["sequence"], row["round"]), []).append(row)
         for (task, _, _), block in blocks.items():
-            behind = [row for row in block if not row["on_path"]]
-            if behind:
-                self.tails.append((task, behind))
+            after = [row for row in block if not row["on_path"]]
+            if after:
+                self.tails.append((task, after))
 
     def accepts(self, row: SlowRow, offset: int) -> bool:
         """Whether the draft token at an offset would be accepted, given that those before it were."""

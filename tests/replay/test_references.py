@@ -87,7 +87,7 @@ class TestOracle:
 
     @pytest.mark.parametrize("rows", [1, 4])
     def test_it_does_not_draft_the_last_token_of_a_text(self, rows: int) -> None:
-        """That one comes for nothing with the pass, however good the draft."""
+        """That one comes free with the pass, however good the draft."""
         played, prices = realization(0, noise=0.1), CostSetting.linear(0.01, slope=0.0, packed=True).prices(rows, LIMIT)
         assert bool((played.run == played.remaining).any())
         log = oracle_log(played, SEED, prices, rows=rows, tokens=900)
