@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_calls import check_refused
 
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, TokenBudgetPolicy
@@ -165,11 +166,4 @@ class TestKneeFromRates:
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], fragment: str) -> None:
-    with pytest.raises(error) as caught:
-        TokenBudgetPolicy(**arguments)
-    assert fragment in str(caught.value)
-
-
-def test_use_before_start_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"before `start\(batch\)`"):
-        TokenBudgetPolicy().draft_lengths()
+    check_refused(TokenBudgetPolicy, arguments, error, fragment)
