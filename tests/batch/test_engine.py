@@ -1,7 +1,5 @@
 """Every text of a refilled batch is the one that `generate` gives for its prompt alone."""
 
-# ruff: noqa: F811 - a fixture is imported, and then is an argument
-
 from __future__ import annotations
 
 import functools
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from tiny_calls import config_of
 from tiny_models import AGREEMENT, EOS, FAMILIES, VOCABULARY, noisy_copy, tiny_model
 from tiny_text import tiny_tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from tiny_calls import QUIET, config_of
 from tiny_models import AGREEMENT, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths
@@ -93,8 +93,7 @@ def test_a_draft_of_the_full_length_is_not_asked_about(used: list[tuple[int, boo
 
 
 def test_nothing_is_recorded_for_a_proposal_that_goes_on(
-    recording: list[NotingCapture],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    recording: list[NotingCapture], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def passes_recorded() -> int:
         before = sum(capture.recorded for capture in recording)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import recording  # noqa: F401 - a fixture
 from tiny_calls import QUIET, config_of
 from tiny_models import AGREEMENT, EOS, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths

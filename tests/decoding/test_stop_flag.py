@@ -15,7 +15,6 @@ from tiny_models import ragged_batch, random_lengths
 from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
-import hf_dsde
 from hf_dsde.decoding.candidates import CandidateBatch, Sampled
 from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.drafting import model as drafting
@@ -104,12 +103,6 @@ class TestAnswers:
         rows.zero_()
         assert not flag.nobody_drafts()
 
-    def test_on_a_cpu_the_answer_is_there(self) -> None:
-        flag = StopFlag()
-        assert flag.answered
-        flag.ask(torch.ones(2, dtype=torch.bool))
-        assert flag.answered
-
     @pytest.mark.gpu
     def test_answers_of_a_busy_device_are_right(self) -> None:
         device = torch.device("cuda", 0)
@@ -184,12 +177,3 @@ def test_every_row_may_stop_after_the_same_token(stop_after: Sequence[int], prop
     assert first.lengths.tolist() == list(stop_after)
     assert first.width == max(stop_after)
     assert first.steps == max(stop_after)
-
-
-def test_a_policy_that_fixes_lengths_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: StopFlag, drafting_rows: torch.Tensor) -> None:
-        raise AssertionError("nobody stops inside a round")
-
-    monkeypatch.setattr(StopFlag, "ask", refuse)
-    output = generate(hf_dsde.StaticPolicy(4))
-    assert output.speculation_statistics.draft_steps > 0

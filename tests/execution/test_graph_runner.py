@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from tiny_calls import config_of
 from tiny_models import AGREEMENT, FAMILIES, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
@@ -128,7 +128,7 @@ def test_sampled_text_is_that_of_the_eager_runner(
 
 
 @pytest.mark.slow
-def test_a_second_call_records_nothing(recording: list[NotingCapture]) -> None:  # noqa: F811
+def test_a_second_call_records_nothing(recording: list[NotingCapture]) -> None:
     target = tiny_model()
     draft = noisy_copy(target, 0.05)
     first = generate(target, draft)
@@ -196,7 +196,7 @@ def test_bounds_of_lengths_are_few() -> None:
     assert reaches == [512, 512, 2048, 2048, 8192, 8192, runner.cache.capacity, runner.cache.capacity]
 
 
-def test_a_single_graph_is_enough_to_be_right(recording: list[NotingCapture]) -> None:  # noqa: F811
+def test_a_single_graph_is_enough_to_be_right(recording: list[NotingCapture]) -> None:
     target = tiny_model()
     expected = plain(target, new_tokens=12)
     text = generate(target, noisy_copy(target, 0.05), RandomLengths(), new_tokens=12, max_graphs=1)
@@ -209,9 +209,7 @@ def test_a_single_graph_is_enough_to_be_right(recording: list[NotingCapture]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [1, 3])
 def test_a_failed_recording_goes_on_eagerly_with_one_warning(
-    fails_at: int,
-    recording: list[NotingCapture],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    fails_at: int, recording: list[NotingCapture], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = []
     original = NotingCapture.__call__
@@ -315,9 +313,7 @@ def test_what_a_recording_depends_on_is_in_its_key(change: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_text_is_the_same_on_a_device_of_no_known_class(
-    fused: bool,
-    recording: list[NotingCapture],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    fused: bool, recording: list[NotingCapture], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "HOPPER", replace(tuning.SAFE, stored_sizes=(2, 4)))
     target = tiny_model()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from tiny_calls import config_of
 from tiny_models import noisy_copy, ragged_batch, tiny_model
 from transformers import PreTrainedModel
@@ -53,7 +53,7 @@ def plain(target: PreTrainedModel) -> torch.Tensor:
     return target.generate(**INPUTS, max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
-def recorded_passes(recording: list[NotingCapture]) -> int:  # noqa: F811
+def recorded_passes(recording: list[NotingCapture]) -> int:
     return sum(capture.recorded for capture in recording)
 
 
@@ -220,7 +220,7 @@ class FakeLora(torch.nn.Module):
         return self.base_layer(x) + sum(added)
 
 
-def test_adapters_are_recorded_once_for_each_of_their_states(recording: list[NotingCapture]) -> None:  # noqa: F811
+def test_adapters_are_recorded_once_for_each_of_their_states(recording: list[NotingCapture]) -> None:
     target = tiny_model()
     draft = noisy_copy(target, 0.05)
     mlp = last_mlp(target)
@@ -233,7 +233,7 @@ def test_adapters_are_recorded_once_for_each_of_their_states(recording: list[Not
             assert (recorded_passes(recording) == before) == (call == 1)
 
 
-def test_recordings_that_are_not_kept_leave_their_memory_to_the_next(recording: list[NotingCapture]) -> None:  # noqa: F811
+def test_recordings_that_are_not_kept_leave_their_memory_to_the_next(recording: list[NotingCapture]) -> None:
     target = tiny_model()
     draft = noisy_copy(target, 0.05)
     scaled(last_mlp(target), -3.0)
@@ -356,9 +356,7 @@ class TestReasonsThatPass:
         assert workspaces._idle.get(target)
 
     def test_a_fused_pass_that_cannot_be_recorded_leaves_the_models_own(
-        self,
-        recording: list[NotingCapture],  # noqa: F811
-        monkeypatch: pytest.MonkeyPatch,
+        self, recording: list[NotingCapture], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         target = tiny_model()
         draft = noisy_copy(target, 0.05)

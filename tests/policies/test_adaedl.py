@@ -248,6 +248,16 @@ class TestAdaptation:
             assert policy.acceptance_rates.item() == pytest.approx(rate)
             assert policy.thresholds.item() == pytest.approx(threshold, abs=1e-6)
 
+    @pytest.mark.parametrize("end_condition", ["not_full", "full"])
+    def test_a_full_draft_with_a_rejection_lets_the_threshold_stay(self, end_condition: str) -> None:
+        policy = started(end_condition=end_condition)
+        for _ in range(8):
+            policy.observe(outcome([6], [6]))
+        before = policy.thresholds.item()
+        policy.observe(outcome([7], [6]))
+        assert policy.acceptance_rates.item() > 0.9
+        assert policy.thresholds.item() == before
+
     def test_the_longest_draft_is_the_loops_where_that_is_shorter(self) -> None:
         policy = started(max_draft_length=4, end_condition="full")
         policy._rows.acceptance_rate.fill_(0.98)
@@ -260,6 +270,12 @@ class TestAdaptation:
             policy.observe(outcome([1], [0]))
         assert policy.thresholds.item() == pytest.approx(1.005, abs=1e-5)
         assert policy.should_stop(uniform_step([1])).tolist() == [True]
+
+    def test_finished_rows_stay(self) -> None:
+        policy = started()
+        policy.observe(outcome([5], [0], [False]))
+        assert policy.thresholds.tolist() == [0.5]
+        assert policy.acceptance_rates.tolist() == [0.0]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,11 @@ class TestAdaptation:
             reference.best_threshold([1, 1, 1, 0, 0, 0, 1, 0], [0.9, 0.9, 0.9, 0.5, 0.5, 0.5, 0.3, 0.3])
         )
 
+    def test_finished_rows_stay(self) -> None:
+        policy = started()
+        policy.observe(outcome([[0.9, 0.8, 0.9, 0.9, 0.9, 0.2]], [5], [False]))
+        assert policy.thresholds.tolist() == pytest.approx([0.4])
+
     def test_can_be_switched_off(self) -> None:
         policy = started(adapt=False)
         policy.observe(outcome([[0.9, 0.8, 0.9, 0.9, 0.9, 0.2]], [5]))

@@ -14,6 +14,13 @@ from hf_dsde.policies import HeuristicPolicy
 started = starter(HeuristicPolicy)
 
 
+def test_never_below_one() -> None:
+    policy = started(initial_length=2)
+    for _ in range(4):
+        policy.observe(outcome([1], [0]))
+    assert policy.draft_lengths().tolist() == [1]
+
+
 def test_growth_stops_at_the_loops_limit_and_turns_at_once() -> None:
     policy = started(1, max_draft_length=6)
     for _ in range(5):

@@ -300,6 +300,11 @@ class TestReward:
         policy.observe(outcome([6], [6]))
         assert policy.statistics.rewards.tolist() == [1.0, 0, 0, 0, 0]
 
+    def test_finished_rows_earn_nothing(self) -> None:
+        policy = started(2)
+        policy.observe(outcome([5, 5], [5, 5], [False, True]))
+        assert policy.statistics.plays.tolist() == [1, 0, 0, 0, 0]
+
 
 class TestScope:
     def test_thompson_too_plays_one_arm_for_the_batch(self) -> None:
