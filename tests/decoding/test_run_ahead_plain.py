@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_calls import QUIET, config_of
-from tiny_models import AGREEMENT, EOS, noisy_copy, ragged_batch, random_lengths, tiny_model
+from tiny_models import AGREEMENT, EOS, fresh_pair, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
@@ -227,8 +227,7 @@ def test_catching_up_is_no_price_of_a_draft_step(begun: list[int], monkeypatch: 
         LiveCosts, "observe", lambda self, **seen: charged.append((seen["draft_steps"], seen["resumed"]))
     )
     monkeypatch.setattr(Wishes, "requires", frozenset({Signal.COSTS}))
-    target = tiny_model()
-    draft = noisy_copy(target, 0.0)
+    target, draft = fresh_pair(noise=0.0)
     for _ in range(2):  # rounds that record passes say nothing of costs
         charged.clear()
         output = generate(target, Wishes([2, 1, 0, 2, 0, 0, 0, 3, 1]), draft=draft, eos_token_id=None)

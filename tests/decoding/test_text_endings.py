@@ -21,6 +21,7 @@ from ending_calls import (
     prompts,
     stop_arguments,
     target,
+    with_stepping_clock,
 )
 from tiny_models import PAD, ragged_batch
 from tiny_policies import RandomLengths, ScriptedLengths
@@ -202,21 +203,6 @@ def test_no_row_ends_before_its_shortest_length(counted: str, at_least: int) -> 
     )
     ends = torch.isin(plain[:, PROMPT_WIDTH:], torch.tensor([texts[0][0], texts[1][1], texts[2][2]]))
     assert not ends[:, :at_least].any()
-
-
-class SteppingClock:
-    """Stands in for the `time` module: every look at it takes a second."""
-
-    def __init__(self) -> None:
-        self._seconds = 0
-
-    def time(self) -> int:
-        self._seconds += 1
-        return self._seconds
-
-
-def with_stepping_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.generation.stopping_criteria.time", SteppingClock())
 
 
 def test_time_is_looked_at_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ending_calls import half_agreeing as draft
-from ending_calls import target
+from ending_calls import target, with_stepping_clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ragged_batch
@@ -186,14 +186,7 @@ def test_a_row_that_stopped_is_not_closed_while_it_goes_on_with_the_batch() -> N
 
 @pytest.mark.parametrize("eos", [None, 2])
 def test_nothing_is_streamed_that_time_cuts(monkeypatch: pytest.MonkeyPatch, eos: int | None) -> None:
-    ticks = iter(range(100))
-
-    class Clock:
-        @staticmethod
-        def time() -> int:
-            return next(ticks)
-
-    monkeypatch.setattr("transformers.generation.stopping_criteria.time", Clock)
+    with_stepping_clock(monkeypatch)
     streamer = RecordsRows()
     output = generate(
         THREE,

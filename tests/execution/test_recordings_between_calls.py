@@ -15,7 +15,7 @@ import pytest
 import torch
 from recorded import NotingCapture
 from tiny_calls import config_of
-from tiny_models import noisy_copy, ragged_batch, tiny_model
+from tiny_models import fresh_pair, noisy_copy, ragged_batch, tiny_model
 from transformers import PreTrainedModel
 
 import hf_dsde
@@ -60,8 +60,7 @@ def recorded_passes(recording: list[NotingCapture]) -> int:
 @pytest.mark.parametrize("policy", ["dsde", "goodput", "marginal_goodput", "tapout", "svip"])
 @pytest.mark.parametrize("order", ["inference plain inference no_grad", "plain inference no_grad"])
 def test_calls_in_any_mode_follow_calls_in_any_other(policy: str, order: str) -> None:
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     expected = plain(target)
     for round_, mode in enumerate(order.split()):
         with Modes[mode]():
@@ -76,8 +75,7 @@ def test_caches_that_grow_may_be_written_to_in_any_mode(monkeypatch: pytest.Monk
     monkeypatch.setattr("hf_dsde.integration.generation.RESERVED_NEW_TOKENS", 1)
     monkeypatch.setattr("hf_dsde.execution.graph_runner.CAPACITY_STEP", 8)
     monkeypatch.setattr("hf_dsde.execution.graph_runner.MIN_REACH", 8)
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     expected = plain(target)
     for mode in ("inference", "plain"):
         with Modes[mode]():
@@ -87,8 +85,7 @@ def test_caches_that_grow_may_be_written_to_in_any_mode(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("order", ["plain autocast plain", "autocast plain autocast"])
 def test_autocast_comes_and_goes(fused: bool, order: str) -> None:
-    target = tiny_model().float()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair().float()
     expected = {}
     for mode in set(order.split()):
         with Modes[mode]():
@@ -100,8 +97,7 @@ def test_autocast_comes_and_goes(fused: bool, order: str) -> None:
 
 @pytest.mark.parametrize("policy", ["goodput", "dsde"])
 def test_autocast_is_not_for_the_arithmetic_of_policies(policy: str) -> None:
-    target = tiny_model().float()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair().float()
     seen: list[torch.dtype] = []
 
     class Watching(type(hf_dsde.policies.create_policy(policy))):  # type: ignore[misc]
@@ -117,8 +113,7 @@ def test_autocast_is_not_for_the_arithmetic_of_policies(policy: str) -> None:
 
 def test_weights_that_autocast_has_cast_are_not_what_a_recording_reads() -> None:
     """They are gone with the outermost block, and old when the weights change."""
-    target = tiny_model().float()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair().float()
     other = tiny_model(seed=7).float()
     with Modes["autocast"]():
         target(**INPUTS)  # casts and keeps them
@@ -132,8 +127,7 @@ def test_weights_that_autocast_has_cast_are_not_what_a_recording_reads() -> None
 def test_a_model_that_accelerate_has_prepared_in_between() -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of other tests of this process
-    target = tiny_model().float()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair().float()
     bare = generate(target, draft)
     prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(target)
     expected = generate(target, draft, runner="eager")
@@ -173,8 +167,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_arithmetic_that_was_replaced_between_calls_is_seen(change: Callable[[PreTrainedModel], Any]) -> None:
-    target = tiny_model("phi3")
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair("phi3")
     before = plain(target)
     assert torch.equal(generate(target, draft), before)
     change(target)
@@ -184,8 +177,7 @@ def test_arithmetic_that_was_replaced_between_calls_is_seen(change: Callable[[Pr
 
 
 def test_arithmetic_that_was_replaced_on_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_model("phi3")
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair("phi3")
     generate(target, draft)
     kind = type(last_mlp(target))
     original = kind.forward
@@ -198,8 +190,7 @@ def test_arithmetic_that_was_replaced_on_a_class_is_seen(monkeypatch: pytest.Mon
 def test_arithmetic_that_was_replaced_in_a_modeling_file_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.phi3 import modeling_phi3
 
-    target = tiny_model("phi3")
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair("phi3")
     generate(target, draft)
     monkeypatch.setattr(modeling_phi3, "apply_rotary_pos_emb", lambda q, k, *_, **__: (k.repeat(1, 2, 1, 1) + q, k))
     assert torch.equal(generate(target, draft), plain(target))
@@ -221,8 +212,7 @@ class FakeLora(torch.nn.Module):
 
 
 def test_adapters_are_recorded_once_for_each_of_their_states(recording: list[NotingCapture]) -> None:
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     mlp = last_mlp(target)
     adapter = mlp.down_proj = FakeLora(mlp.down_proj)
     for active, factor in ((["a"], 2.0), (["b"], 2.0), ([], 2.0), (["a"], -5.0)):
@@ -234,8 +224,7 @@ def test_adapters_are_recorded_once_for_each_of_their_states(recording: list[Not
 
 
 def test_recordings_that_are_not_kept_leave_their_memory_to_the_next(recording: list[NotingCapture]) -> None:
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     scaled(last_mlp(target), -3.0)
     for _ in range(3):
         assert torch.equal(generate(target, draft, fused_layers=False), plain(target))
@@ -246,8 +235,7 @@ def test_recordings_that_are_not_kept_leave_their_memory_to_the_next(recording: 
 
 
 def test_no_function_or_model_is_kept_alive_by_a_key() -> None:
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     target.forward = types.MethodType(type(target).forward, target)
     key = recording_key(target)
     generate(target, draft)
@@ -259,8 +247,7 @@ def test_no_function_or_model_is_kept_alive_by_a_key() -> None:
 
 
 def test_fewer_passes_may_be_kept_than_were() -> None:
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     generate(target, draft)
     assert len(workspaces._idle[target][0].passes) > 1
     generate(target, draft, max_graphs=1)
@@ -269,8 +256,7 @@ def test_fewer_passes_may_be_kept_than_were() -> None:
 
 class TestMemory:
     def test_nothing_stays_when_nothing_may(self) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         generate(target, draft)
         cache = weakref.ref(workspaces._idle[target][0].cache)
         assert torch.equal(generate(target, draft, keep_memory=False), plain(target))
@@ -281,8 +267,7 @@ class TestMemory:
 
     @pytest.mark.filterwarnings("ignore::hf_dsde.RunnerWarning")
     def test_training_frees_what_calls_have_kept(self) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         generate(target, draft)
         target.train()
         generate(target, draft)
@@ -301,8 +286,7 @@ class TestReasonsThatPass:
     @pytest.mark.filterwarnings("ignore::hf_dsde.RunnerWarning")
     @pytest.mark.parametrize("reason", ["train", "hook"])
     def test_and_is_recorded_again(self, reason: str) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         expected = plain(target)
         for _ in range(2):
             handle = None
@@ -319,8 +303,7 @@ class TestReasonsThatPass:
             assert isinstance(create_runner(target, 3, 16, RuntimeOptions()), GraphRunner)
 
     def test_each_is_told_once(self) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         with pytest.warns(RunnerWarning, match="training mode"):
             generate(target.train(), draft)
         handle = target.eval().register_forward_hook(lambda *_: None)
@@ -340,8 +323,7 @@ class TestReasonsThatPass:
     def test_memory_that_ran_out_while_recording_is_raised(
         self, failure: Exception, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
 
         def full(*_: Any) -> None:
             raise failure
@@ -358,8 +340,7 @@ class TestReasonsThatPass:
     def test_a_fused_pass_that_cannot_be_recorded_leaves_the_models_own(
         self, recording: list[NotingCapture], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         with monkeypatch.context() as patch:
 
             def broken(*_: Any) -> None:

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_calls import config_of
-from tiny_models import noisy_copy, ragged_batch, tiny_model
+from tiny_models import fresh_pair, noisy_copy, ragged_batch, tiny_model
+from transformers import PreTrainedModel
 
 import hf_dsde
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
@@ -192,19 +193,24 @@ class Costly(StoppingPolicy):
         return torch.full((self.rows,), 2)
 
 
+def generate(target: PreTrainedModel, draft: PreTrainedModel, policy: StoppingPolicy, **call: Any) -> torch.Tensor:
+    """A short greedy call over two prompts, unless `call` says otherwise."""
+    hf_dsde.enable(target)
+    arguments = {**ragged_batch((3, 5), seed=0), "max_new_tokens": 12, "do_sample": False, **call}
+    return target.generate(**arguments, assistant_model=draft, speculation_policy=policy)
+
+
 def test_the_loop_measures_costs_once_per_pair_and_batch_and_follows_its_rounds() -> None:
-    target = hf_dsde.enable(tiny_model("llama"))
-    draft = noisy_copy(target, 0.1)
+    target, draft = fresh_pair(noise=0.1)
     policy = Costly()
-    inputs = ragged_batch((3, 5), seed=0)
     assert remembered_costs(target, draft) is None
-    target.generate(**inputs, assistant_model=draft, speculation_policy=policy, max_new_tokens=12, do_sample=False)
+    generate(target, draft, policy)
     assert policy.costs is not None
     learnt = policy.costs.learnt
     assert list(learnt.batches) == [2]
     assert learnt.at(2) != policy.at_start  # rounds have moved them
     assert remembered_costs(target, draft) == learnt
-    target.generate(**inputs, assistant_model=draft, speculation_policy=policy, max_new_tokens=12, do_sample=False)
+    generate(target, draft, policy)
     assert policy.at_start == learnt.at(2)  # the second call went on from there
 
 
@@ -221,23 +227,16 @@ def test_costs_are_measured_again_when_passes_are_run_otherwise(change: str, req
 
     request.getfixturevalue("monkeypatch").setattr(cost_measurement, "pass_seconds", pass_seconds)
 
-    def generate() -> int:
+    def measured() -> int:
         before = len(timed)
-        target.generate(
-            **ragged_batch((3, 5), seed=0),
-            assistant_model=draft,
-            speculation_policy=Costly(),
-            speculation_config=config_of(**settings),
-            max_new_tokens=3,
-            do_sample=False,
-        )
+        generate(target, draft, Costly(), speculation_config=config_of(**settings), max_new_tokens=3)
         return len(timed) - before
 
     if change == "own forward":
         request.getfixturevalue("recording")
         settings["runner"] = "graph"
-    assert generate() > 0
-    assert generate() == 0
+    assert measured() > 0
+    assert measured() == 0
     with contextlib.ExitStack() as stack:
         if change == "dtype":
             target.double()
@@ -249,19 +248,16 @@ def test_costs_are_measured_again_when_passes_are_run_otherwise(change: str, req
             settings["runner"] = "graph"
         else:
             settings["fused_layers"] = False
-        assert generate() > 0
-        assert generate() == 0
+        assert measured() > 0
+        assert measured() == 0
 
 
 def test_methods_of_a_benchmark_do_not_learn_from_each_other() -> None:
-    target = hf_dsde.enable(tiny_model("llama"))
-    draft = noisy_copy(target, 0.1)
+    target, draft = fresh_pair(noise=0.1)
     policy = Costly()
 
     def call() -> CostModel | None:
-        target.generate(
-            **ragged_batch((3, 5)), assistant_model=draft, speculation_policy=policy, max_new_tokens=3, do_sample=False
-        )
+        generate(target, draft, policy, max_new_tokens=3)
         return remembered_costs(target, draft)
 
     first, second = cost_measurement.CostMemory(), cost_measurement.CostMemory()
@@ -276,33 +272,21 @@ def test_methods_of_a_benchmark_do_not_learn_from_each_other() -> None:
 
 
 def test_costs_of_the_config_are_taken_as_they_are() -> None:
-    target = hf_dsde.enable(tiny_model("llama"))
-    draft = noisy_copy(target, 0.1)
+    target, draft = fresh_pair(noise=0.1)
     policy = Costly()
     given_costs = CostModel.relative(0.5, [1.0, 1.5], rows=2)
-    target.generate(
-        **ragged_batch((3, 5), seed=0),
-        assistant_model=draft,
-        speculation_policy=policy,
-        speculation_config=hf_dsde.SpeculationConfig(costs=given_costs.to_dict(), refresh_costs=False),
-        max_new_tokens=12,
-        do_sample=False,
-    )
+    config = hf_dsde.SpeculationConfig(costs=given_costs.to_dict(), refresh_costs=False)
+    generate(target, draft, policy, speculation_config=config)
     assert policy.costs is not None
     assert policy.costs.current == given_costs.at(2)
     assert remembered_costs(target, draft) is None
 
 
 def test_measuring_leaves_the_text_as_it_is() -> None:
-    target = tiny_model("llama")
-    draft = noisy_copy(target, 0.1)
+    target, draft = fresh_pair("llama", noise=0.1)
     inputs = ragged_batch((3, 9, 1), seed=0)
     plain = target.generate(**inputs, max_new_tokens=20, do_sample=False)
-    hf_dsde.enable(target)
-    text = target.generate(
-        **inputs, assistant_model=draft, speculation_policy=Costly(), max_new_tokens=20, do_sample=False
-    )
-    assert torch.equal(text, plain)
+    assert torch.equal(generate(target, draft, Costly(), **inputs, max_new_tokens=20), plain)
 
 
 def test_a_batch_that_shrinks_finds_out_that_wider_passes_have_become_cheap() -> None:

@@ -208,13 +208,6 @@ class TestLengths:
             policy.observe(outcome([10], [accepted]))
         assert policy.draft_lengths().tolist() == [accepted + 1 if initial > accepted else accepted]
 
-    def test_the_loops_limit_lowers_every_bound(self) -> None:
-        policy = started(max_draft_length=2, min_length=4, initial_length=5)
-        for accepted in (2, 0):
-            assert policy.draft_lengths().tolist() == [2]
-            policy.observe(outcome([2], [accepted]))
-        assert policy.draft_lengths().tolist() == [2]
-
     def test_rows_that_have_finished_stay(self) -> None:
         policy = started(rows=2)
         policy.observe(outcome([3, 3], [3, 3], [False, True]))
