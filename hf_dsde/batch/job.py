@@ -197,10 +197,11 @@ def process_state() -> PartialState | None:
 def _write(results: Iterator[RowResult], file: OutputFile, bar: JobProgress) -> int:
     """Put results on disk as they come, some at a time; return how many there were."""
     waiting: list[RowResult] = []
-    count, last = 0, time.perf_counter()
+    written, last = 0, time.perf_counter()
     try:
-        for count, result in enumerate(results, start=1):
+        for result in results:
             waiting.append(result)
+            written += 1
             bar.advance(1)
             if time.perf_counter() - last >= WRITE_SECONDS:
                 file.write(waiting)
@@ -208,4 +209,4 @@ def _write(results: Iterator[RowResult], file: OutputFile, bar: JobProgress) -> 
                 last = time.perf_counter()
     finally:
         file.write(waiting)
-    return count
+    return written

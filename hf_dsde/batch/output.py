@@ -25,7 +25,7 @@ from hf_dsde.batch.results import RowResult
 from hf_dsde.utils.checks import check_flag, check_integer
 
 JOB_FORMAT = "hf-dsde-batch-output"
-JOB_VERSION = 2
+JOB_VERSION = 1
 """Raised whenever the files beside an output change their meaning."""
 _SHOWN_DIFFERENCES = 8
 _SHORT = reprlib.Repr()
@@ -159,7 +159,7 @@ def _settle_job(paths: OutputPaths, name: str, job: Any, ordered: bool) -> None:
         if there["ordered"] == ordered:
             return
     else:
-        strange = next((f for f in (paths.output, *paths.line_files()) if f.exists() and f.stat().st_size > 0), None)
+        strange = next(iter(paths.table_files() + paths.line_files()), None)
         if strange is not None:
             raise FileExistsError(
                 f"`path` is {str(paths.output)!r}, but {str(strange)!r} exists without {paths.job.name!r}, so it is "

@@ -19,7 +19,7 @@ UNPACKED_NAME = "unpacked.tmp"
 MERGE_LOCK = "merge.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
 """What a file system without locks says. Working without is better than not working."""
-_OUR_FILES = re.compile(r"shard-\d+-of-\d+\.(jsonl|lock|tmp)|merged\.tmp|unpacked\.tmp|merge\.lock")
+_OUR_FILES = re.compile(r"shard-\d+-of-\d+(-\d+)?\.(jsonl|parquet|lock|tmp)|merged\.tmp|unpacked\.tmp|merge\.lock")
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,16 @@ class OutputPaths:
         files = [*([] if self.is_table else [self.output]), *self.part_files(".jsonl")]
         return [file for file in files if file.exists() and file.stat().st_size > 0]
 
+    def table_files(self) -> list[Path]:
+        """Every file with results as Parquet: the output, and parts of jobs from before all parts were lines."""
+        there = self.is_table and self.output.exists() and self.output.stat().st_size > 0
+        return [self.output] * there + self.part_files(".parquet")
+
     def remove_parts(self) -> None:
         """Remove what this package has put into the folder of parts, except locks, which their holders remove."""
-        for file in (*self.part_files(".jsonl"), *self.part_files(".tmp")):
-            file.unlink(missing_ok=True)
+        for suffix in (".jsonl", ".parquet", ".tmp"):
+            for file in self.part_files(suffix):
+                file.unlink(missing_ok=True)
 
     def remove_empty_folder(self) -> None:
         """Remove the folder of parts unless something is in it."""

@@ -56,10 +56,10 @@ class OutputFile(AbstractContextManager["OutputFile"]):
         opening.callback(os.close, self._file)
         if new:
             sync_folder(own.parent)
-        if paths.is_table and paths.output.exists():
+        for table in paths.table_files():
             from hf_dsde.batch.parquet_output import read_indices
 
-            self.done.update(read_indices(paths.output))
+            self.done.update(read_indices(table))
         for source in paths.line_files():
             for line in read_lines(source):
                 self.done.add(line.values["index"])
@@ -166,12 +166,18 @@ def merge_files(paths: OutputPaths, ordered: bool) -> None:
 def _merge_table(paths: OutputPaths, sources: list[Path], ordered: bool) -> None:
     from hf_dsde.batch import parquet_output
 
-    if paths.output.exists():
-        if not sources and (not ordered or _ascends(parquet_output.read_indices(paths.output))):
-            return
+    tables = paths.table_files()
+    if (
+        tables == [paths.output]
+        and not sources
+        and (not ordered or _ascends(parquet_output.read_indices(paths.output)))
+    ):
+        return
+    if tables:
         unpacked = paths.parts / UNPACKED_NAME
         with unpacked.open("wb") as file:
-            file.writelines(map(as_line, parquet_output.read_rows(paths.output)))
+            for table in tables:
+                file.writelines(map(as_line, parquet_output.read_rows(table)))
         sources = [unpacked, *sources]
     files, starts, _ = _places(sources, ordered)
     with replacing(paths.output, paths.parts / MERGED_NAME) as merged:

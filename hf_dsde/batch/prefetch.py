@@ -66,46 +66,31 @@ def _prefetched(source: Iterable[T], build: Callable[[T], R], ahead: int) -> Ite
     # one more, so that a thread that waits for its turn wakes up without ever having to poll.
     slots = threading.Semaphore(ahead)
     closed = threading.Event()
-    thread = threading.Thread(
-        target=_work, args=(source, build, results, slots, closed), name="hf-dsde-prefetch", daemon=True
-    )
+
+    def work() -> None:
+        """Fill the queue until the source ends, fails, or nobody wants more."""
+        made: Future[R] = Future()
+        try:
+            items = iter(source)
+            while slots.acquire() and not closed.is_set() and (item := next(items, _END)) is not _END:
+                made.set_result(build(item))  # type: ignore[arg-type]  # `next` with a default widens the type
+                results.put(made)
+                made = Future()
+        except BaseException as error:  # noqa: BLE001  it is raised again where the results are read
+            made.set_exception(error)
+            results.put(made)
+        results.put(_END)
+
+    thread = threading.Thread(target=work, name="hf-dsde-prefetch", daemon=True)
     thread.start()
     try:
-        while (result := results.get()) is not _END:
+        while (made := results.get()) is not _END:
             slots.release()
-            value = result.result()
-            del result  # A finished request must not live on here while the next one is waited for.
+            value = made.result()
+            del made  # A finished request must not live on here while the next one is waited for.
             yield value
             del value
     finally:
         closed.set()
         slots.release()
         thread.join(_LONGEST_WAIT)
-
-
-def _work(
-    source: Iterable[T],
-    build: Callable[[T], R],
-    results: queue.SimpleQueue[Any],
-    slots: threading.Semaphore,
-    closed: threading.Event,
-) -> None:
-    """Fill the queue until the source ends, fails, or nobody wants more."""
-    try:
-        items = iter(source)
-        while True:
-            slots.acquire()
-            if closed.is_set():
-                return
-            item = next(items, _END)
-            if item is _END:
-                break
-            result: Future[R] = Future()
-            result.set_result(build(item))  # type: ignore[arg-type]  # `next` with a default widens the type
-            results.put(result)
-            del result
-    except BaseException as error:  # noqa: BLE001  it is raised again where the results are read
-        failed: Future[R] = Future()
-        failed.set_exception(error)
-        results.put(failed)
-    results.put(_END)

@@ -14,6 +14,7 @@ from output_job import JOB, ROWS, expected
 from outputs import FORMATS, indices, names, write
 
 from hf_dsde.batch.output import merge, open_output, read_results, remove_output
+from hf_dsde.batch.parquet_output import write_rows
 
 SCRIPT = Path(__file__).with_name("output_job.py")
 
@@ -134,45 +135,23 @@ def test_merging_again_changes_nothing(tmp_path, suffix):
     assert names(tmp_path) == [f"out{suffix}", f"out{suffix}.job.json"]
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_parts_that_a_killed_merge_left_behind_are_not_repeated(tmp_path, suffix):
-    path = tmp_path / f"out{suffix}"
-    write(path, [3, 1], shards=2)
-    parts = tmp_path / f"out{suffix}.parts"
-    saved = {file: file.read_bytes() for file in parts.iterdir()}
+@pytest.mark.parametrize("kept", [False, True])
+def test_jobs_whose_parts_are_parquet_go_on(tmp_path, kept):
+    path = tmp_path / "out.parquet"
+    if kept:
+        write(path, [7, 2], ordered=True)
+        merge(path)
+    write(path, [5], ordered=True)
+    parts = tmp_path / "out.parquet.parts"
+    parts.mkdir(exist_ok=True)
+    with (parts / "shard-0-of-1-000000.parquet").open("wb") as file:
+        write_rows(file, [expected(i).to_dict() for i in (9, 1)])
+    with open_output(path, job=JOB, ordered=True) as output:
+        assert output.done == {1, 5, 9} | ({2, 7} if kept else set())
+        output.write([expected(4)])
     merge(path)
-    parts.mkdir()
-    for file, content in saved.items():
-        file.write_bytes(content)
-    with open_output(path, job=JOB, shards=2) as output:
-        assert output.done == {1, 3}
-    merge(path)
-    assert indices(path) == [3, 1]
-    assert not parts.exists()
-
-
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_a_job_goes_on_with_other_numbers_of_shards(tmp_path, suffix):
-    path = tmp_path / f"out{suffix}"
-    done = set()
-    for shards in (1, 2, 3):
-        for shard in range(shards):
-            with open_output(path, job=JOB, shard=shard, shards=shards, ordered=True) as output:
-                assert output.done == done
-                new = max(done, default=-1) + 1
-                output.write([expected(new)])
-                done.add(new)
-    merge(path)
-    assert list(read_results(path)) == [expected(i) for i in range(6)]
-
-
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_a_shard_that_starts_again_adds_to_what_it_wrote(tmp_path, suffix):
-    path = tmp_path / f"out{suffix}"
-    for index in range(3):
-        write(path, [index], shard=1, shards=2)
-    merge(path)
-    assert indices(path) == [0, 1, 2]
+    assert indices(path) == [i for i in (1, 2, 4, 5, 7, 9) if kept or i not in (2, 7)]
+    assert names(tmp_path) == ["out.parquet", "out.parquet.job.json"]
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

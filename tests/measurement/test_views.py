@@ -74,10 +74,6 @@ def test_summary_without_colour_has_no_escape_codes_and_says_the_same() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", printed(example(), color=True)) == plain
 
 
-def test_statistics_print_themselves_in_a_console() -> None:
-    assert printed(example()) == printed(report.summary(example()))
-
-
 def test_bar_length_is_the_acceptance_rate() -> None:
     lines = printed(example()).splitlines()
     first = next(line for line in lines if "of 4" in line)
