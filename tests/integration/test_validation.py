@@ -14,12 +14,14 @@ import transformers
 from tiny_calls import config_of
 from tiny_models import VOCABULARY, WINDOW, noisy_copy, ragged_batch, tiny_model
 from tiny_text import tiny_tokenizer
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import SynthIDTextWatermarkingConfig
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 import hf_dsde
 from hf_dsde import SpeculationConfig, compat
+from hf_dsde.integration import validation
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -176,6 +178,25 @@ def test_wrong_types_are_refused_by_name(arguments: dict[str, Any], parts: tuple
         target().generate(**BATCH, **{"assistant_model": draft(), "speculation_policy": "dsde", **arguments})
     for part in parts:
         assert part in str(refusal.value)
+
+
+def test_a_way_of_mixing_the_draft_into_the_target_is_refused() -> None:
+    config = GenerationConfig()
+    config.assistant_ensemble_weight = 0.3
+    with pytest.raises(ValueError, match=r"assistant_ensemble_weight=0\.3.*Leave it out"):
+        validation.check_call(target(), BATCH["input_ids"], LogitsProcessorList(), config, False, {})
+
+
+def test_a_mode_that_is_neither_greedy_nor_sampling_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"contrastive_search.*Leave out"):
+        validation.check_mode(GenerationMode.CONTRASTIVE_SEARCH, GenerationConfig(num_beams=1), {"assistant_model": 1})
+
+
+def test_heads_of_the_target_that_draft_are_a_second_way_of_drafting() -> None:
+    config = GenerationConfig(num_beams=1)
+    config.use_mtp = True
+    with pytest.raises(ValueError, match=r"use_mtp=True.*Use it or assistant_model"):
+        validation.check_mode(GenerationMode.ASSISTED_GENERATION, config, {"assistant_model": draft()})
 
 
 # Models
@@ -366,7 +387,14 @@ def test_a_custom_decoding_method_refuses_the_same(arguments: dict[str, Any], pa
 
 
 def test_a_streamer_for_one_sequence_is_refused_before_anything_runs() -> None:
-    assert "streamer: BaseStreamer" in message_of(streamer=BaseStreamer())
+    class Single(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            pass
+
+        def end(self) -> None:
+            pass
+
+    assert "streamer: Single" in message_of(streamer=Single())
 
 
 def test_a_custom_decoding_method_refuses_models_too() -> None:
