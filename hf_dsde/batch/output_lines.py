@@ -167,11 +167,8 @@ def _merge_table(paths: OutputPaths, sources: list[Path], ordered: bool) -> None
     from hf_dsde.batch import parquet_output
 
     tables = paths.table_files()
-    if (
-        tables == [paths.output]
-        and not sources
-        and (not ordered or _ascends(parquet_output.read_indices(paths.output)))
-    ):
+    whole = tables == [paths.output] and not sources
+    if whole and (not ordered or _ascends(parquet_output.read_indices(paths.output))):
         return
     if tables:
         unpacked = paths.parts / UNPACKED_NAME
