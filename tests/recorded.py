@@ -149,7 +149,8 @@ class NotingCapture:
         return NotedReplay(notes, result)
 
 
-def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[NotingCapture]:
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> list[NotingCapture]:
     """Let runners record on the CPU; the list gets what records, one for each cache and each recording policy."""
     captures: list[NotingCapture] = []
 
