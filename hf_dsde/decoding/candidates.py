@@ -43,6 +43,7 @@ class CandidateBatch:
     Attributes:
         tokens: `[rows, width]`, int64; anything beyond a row's length.
         lengths: Tokens that each row really drafted, `[rows]`, int64.
+        host_lengths: The same on the host, if it knows them; else they are fetched where something depends on them.
         law: How the tokens came about.
         steps: Forward passes of the draft.
         logits: The draft's raw logits, `[rows, width, vocabulary]`, float32. None unless one of `LOGIT_SIGNALS` is
@@ -55,6 +56,7 @@ class CandidateBatch:
     tokens: Tensor
     lengths: Tensor
     law: Law = Deterministic()
+    host_lengths: Sequence[int] | None = None
     steps: int = 0
     logits: Tensor | None = None
     entropy: Tensor | None = None
@@ -80,8 +82,10 @@ class CandidateBatch:
         """
         width = max(map(len, drafts))
         padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
-        flat = upload([*map(len, drafts), *(token for draft in padded for token in draft)], device)
-        return cls(flat[len(drafts) :].view(len(drafts), width), flat[: len(drafts)], steps=width)
+        lengths = [*map(len, drafts)]
+        flat = upload([*lengths, *(token for draft in padded for token in draft)], device)
+        tokens = flat[len(drafts) :].view(len(drafts), width)
+        return cls(tokens, flat[: len(drafts)], host_lengths=lengths, steps=width)
 
     @classmethod
     def nothing(cls, lengths: Tensor, vocabulary_size: int, required: frozenset[Signal]) -> CandidateBatch:
@@ -98,6 +102,7 @@ class CandidateBatch:
         return cls(
             tokens=column,
             lengths=torch.zeros_like(lengths),
+            host_lengths=[0] * len(lengths),
             logits=distributions if required & LOGIT_SIGNALS else None,
             entropy=scalars if Signal.ENTROPY in required else None,
             confidence=scalars if Signal.CONFIDENCE in required else None,

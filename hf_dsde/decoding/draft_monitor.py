@@ -35,6 +35,11 @@ class DraftMonitor:
         """What the proposal must hold for the policy."""
         return self._policy.requires
 
+    @property
+    def stops_inside_round(self) -> bool:
+        """Whether rows may draft less than the plan lets them."""
+        return self._policy.stops_inside_round
+
     def after(self, step: DraftStep, drafting: Tensor) -> Tensor:
         """Return which rows draft on after a token, `[rows]`, bool, on the drafter's device.
 
@@ -42,7 +47,7 @@ class DraftMonitor:
             step: The token, with what it was chosen from.
             drafting: Rows that may draft on, for all that the plan says, `[rows]`, bool.
         """
-        if not self._policy.stops_inside_round:
+        if not self.stops_inside_round:
             return drafting
         stops = self._policy.should_stop(step.to(self._device))
         return drafting if stops is None else drafting & ~stops.to(drafting.device)
@@ -53,7 +58,7 @@ class DraftMonitor:
         Args:
             drafting: Rows that do, `[rows]`, bool.
         """
-        if self._policy.stops_inside_round:
+        if self.stops_inside_round:
             self._flag.ask(drafting)
 
     def nobody_drafts(self, proposed: Callable[[], tuple[Tensor, Tensor]]) -> bool:
@@ -62,7 +67,7 @@ class DraftMonitor:
         Args:
             proposed: Gives tokens and lengths of the proposal if it is over, on the device of the sequences.
         """
-        if not self._policy.stops_inside_round:
+        if not self.stops_inside_round:
             return False
         if not self._flag.answered:  # a draft that is as fast as the host leaves it no time
             self._expect(*proposed())

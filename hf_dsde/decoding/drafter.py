@@ -141,7 +141,7 @@ class Drafter(CandidateGenerator, ABC):
     def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:  # noqa: ARG002
         """Make the first step of the next proposal ready, before the host knows how this round ended.
 
-        The texts have this round's tokens on the device already; their host copies are a round behind.
+        The texts have this round's tokens on the device already; their host copies lack them still.
 
         Args:
             going_on: Rows that may draft next, `[rows]`, bool.

@@ -96,7 +96,7 @@ class SpeculativeLoop:
         self._lengths = DraftLengths(policy, drafter, sequences, self._vocabulary_size, config)
         self._policy = self._lengths.policy
         self._log = RoundLog(statistics)
-        self._ahead = RunAhead(VerificationPass(target), drafter, sequences, policy)
+        self._ahead = RunAhead(VerificationPass(target), drafter, sequences)
 
     @property
     def probes_cost(self) -> bool:
@@ -198,9 +198,8 @@ class SpeculativeLoop:
         """Return how many columns of each row matter, if a logits processor is called position by position."""
         if not self._process.needs_counts:
             return []
-        if not self._policy.stops_inside_round:
-            return plan.pass_counts  # the host knows them
-        return torch.where(plan.active, candidates.lengths + 1, 0).tolist()
+        known = candidates.host_lengths
+        return plan.pass_counts(candidates.lengths.tolist() if known is None else known)
 
     def _probes(self, index: int) -> bool:
         """Whether this round measures a plain step."""

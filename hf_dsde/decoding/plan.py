@@ -65,10 +65,9 @@ class RoundPlan:
         """Whether the draft has missed tokens of several rounds, which it must read before it drafts."""
         return self.drafts and self.plain_streak > 1
 
-    @property
-    def pass_counts(self) -> list[int]:
-        """Tokens of each row in the target's pass, if every row drafts all that it may."""
-        return [n + 1 if on else 0 for n, on in zip(self.length_counts, self.active_rows, strict=True)]
+    def pass_counts(self, drafted: Sequence[int]) -> list[int]:
+        """Tokens of each row in the target's pass, given how many each has drafted."""
+        return [n + 1 if on else 0 for n, on in zip(drafted, self.active_rows, strict=True)]
 
     @property
     def next_plain_streak(self) -> int:

@@ -21,7 +21,6 @@ from hf_dsde.decoding.target_pass import VerificationPass
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.streams import SideStream, overlaps
-from hf_dsde.policies.base import StoppingPolicy
 
 Staged = Callable[[], PassOutput]
 """Runs a pass that was made ready."""
@@ -34,17 +33,13 @@ class RunAhead:
         target: Runs the target over blocks.
         drafter: Drafts.
         sequences: The text.
-        policy: Its rows draft as many tokens as they were asked for, unless it stops inside the round.
     """
 
-    def __init__(
-        self, target: VerificationPass, drafter: Drafter, sequences: SequenceBatch, policy: StoppingPolicy
-    ) -> None:
+    def __init__(self, target: VerificationPass, drafter: Drafter, sequences: SequenceBatch) -> None:
         self.overlaps = overlaps(sequences.device)
         self._target = target
         self._drafter = drafter
         self._sequences = sequences
-        self._policy = policy
         self._side = SideStream(sequences.device)
         self._draft: StagedStep | None = None
         self._plain: Staged | None = None
@@ -65,7 +60,7 @@ class RunAhead:
             plan: The round.
         """
         if self._target.recorded(tokens.shape[1] + 1, self._longest(tokens.shape[1])):
-            self._expected = tokens, self._stage_candidates(tokens, lengths, plan)
+            self._expected = tokens, self._stage_candidates(CandidateBatch(tokens, lengths), plan)
 
     def is_ready(self, candidates: CandidateBatch) -> bool:
         """Return whether the pass over these candidates was made ready."""
@@ -83,7 +78,7 @@ class RunAhead:
         self.forget_plain()
         if not candidates.width and plain is not None:
             return plain() if result is None else result
-        return (staged or self._stage_candidates(candidates.tokens, candidates.lengths, plan))()
+        return (staged or self._stage_candidates(candidates, plan))()
 
     def stage(self, going_on: Tensor, width: int, *, plain: bool) -> None:
         """Get the next round's first passes ready, from what the device alone knows of the text.
@@ -139,10 +134,10 @@ class RunAhead:
     def _longest(self, width: int) -> int:
         return max(self._sequences.length_counts) + width
 
-    def _stage_candidates(self, tokens: Tensor, lengths: Tensor, plan: RoundPlan) -> Staged:
-        counts = torch.where(plan.active, lengths + 1, 0)
-        known = None if self._policy.stops_inside_round else plan.pass_counts
-        return self._stage(tokens, counts, known, self._longest(tokens.shape[1]))
+    def _stage_candidates(self, candidates: CandidateBatch, plan: RoundPlan) -> Staged:
+        counts = torch.where(plan.active, candidates.lengths + 1, 0)
+        known = None if candidates.host_lengths is None else plan.pass_counts(candidates.host_lengths)
+        return self._stage(candidates.tokens, counts, known, self._longest(candidates.width))
 
     def _stage(self, tokens: Tensor, counts: Tensor, host_counts: list[int] | None, longest: int) -> Staged:
         """Put each row's last token and the first `counts - 1` of `tokens` into a block."""

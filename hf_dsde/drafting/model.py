@@ -196,7 +196,8 @@ class ModelDrafter(Drafter):
             following = self._stage(sequences, ends, tokens, position + 1, drafting)
             if monitor.nobody_drafts(partial(_proposed, proposal, drafted, sequences.device)):
                 break
-        return self._candidates(proposal, drafted, sequences.device)
+        host_lengths = None if monitor.stops_inside_round else plan.length_counts
+        return self._candidates(proposal, drafted, host_lengths, sequences.device)
 
     def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
         """Stage each row's last two tokens: after a proposal, no row that drafted misses more."""
@@ -297,7 +298,9 @@ class ModelDrafter(Drafter):
             return torch.nn.functional.pad(logits, (0, missing), value=UNKNOWN_TOKEN_LOGIT)
         return logits[..., : self._vocabulary_size]
 
-    def _candidates(self, proposal: _Proposal, drafted: Tensor, device: torch.device) -> CandidateBatch:
+    def _candidates(
+        self, proposal: _Proposal, drafted: Tensor, host_lengths: Sequence[int] | None, device: torch.device
+    ) -> CandidateBatch:
         """Stack the steps and bring them to the sequences' device, once per round."""
 
         def stacked(steps: Sequence[Tensor]) -> Tensor | None:
@@ -308,6 +311,7 @@ class ModelDrafter(Drafter):
             tokens=proposal.block(device),
             lengths=drafted.to(device),
             law=Deterministic() if probs is None else Sampled(probs),
+            host_lengths=host_lengths,
             steps=len(proposal.tokens),
             logits=stacked(proposal.logits),
             entropy=stacked(proposal.entropy),

@@ -139,6 +139,7 @@ class PerRowDrafter(Drafter):
         """Forget the generators of texts that are over."""
         for row in rows:
             self._generators[row] = None
+            self._states[row] = []
 
     def finish(self) -> None:
         """Let go of all generators, and of what they were shown."""

@@ -26,7 +26,7 @@ from hf_dsde.measurement.statistics import SpeculationWarning
 
 Assistant = PreTrainedModel | Drafter | CandidateGenerator | None
 """What `assistant_model` takes: a model, a drafter, a generator of transformers or of the user's; None where the
-generation config asks for prompt lookup."""
+generation config asks for prompt lookup, or for the target's own layers for multi-token prediction."""
 
 NGRAM_SIZE = 2
 """Tokens that prompt lookup matches at most where the generation config names no number, as in transformers."""

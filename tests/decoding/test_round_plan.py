@@ -52,7 +52,7 @@ def test_rows_that_have_ended_draft_nothing_and_are_in_no_pass() -> None:
     plan = after(None, [2, 4, 0], going_on=[True, False, True])
     assert plan.lengths.tolist() == list(plan.length_counts) == [2, 0, 0]
     assert plan.active.tolist() == list(plan.active_rows) == [True, False, True]
-    assert plan.pass_counts == [3, 0, 1]
+    assert plan.pass_counts(plan.length_counts) == [3, 0, 1]
     assert plan.width == 2
 
 

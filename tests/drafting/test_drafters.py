@@ -18,7 +18,7 @@ from tiny_models import VOCABULARY, ragged_batch, tiny_model
 from tiny_policies import ScriptedLengths
 from tokenizers import Tokenizer, decoders, models
 from torch import LongTensor, Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_dsde
@@ -178,6 +178,31 @@ class Unfounded(Drafter):
             for text, most in zip(texts, plan.length_counts, strict=True)
         ]
         return CandidateBatch.of_lists(drafts, sequences.device)
+
+
+class Short(Drafter):
+    """Proposes fewer tokens than it may, in each row another number."""
+
+    def get_candidates(self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor) -> CandidateBatch:
+        drafts = [[7] * min(most, row % 3) for row, most in enumerate(plan.length_counts)]
+        made = CandidateBatch.of_lists(drafts, sequences.device)
+        return made if sequences.generated_counts[0] % 2 else CandidateBatch(made.tokens, made.lengths)
+
+
+class FavoursByLength(LogitsProcessor):
+    """A processor of a user's own, which is called position by position."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        favoured = scores.clone()
+        favoured[:, 40 + input_ids.shape[1] % 5] += 3
+        return favoured
+
+
+def test_a_drafter_may_propose_less_than_it_may_under_a_users_processor() -> None:
+    target, inputs = cycling_model(), ragged_batch([2, 5, 3, 4])
+    call = {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([FavoursByLength()])}
+    output = speculative(target, Short(), inputs, hf_dsde.StaticPolicy(4), **call)
+    assert_same_text(output, plain(target, inputs, **call))
 
 
 def law_p_value(assistant: Any, rows: int = 4096, depth: int = 3, **options: Any) -> float:
