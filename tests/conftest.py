@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
+from typing import Any
 
 # Before torch and transformers are imported: they read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,6 +37,14 @@ def given_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "hf_dsde.decoding.loop.live_costs", lambda target, *_: LiveCosts(costs, target.rows, refresh=False)
     )
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Runners record on the CPU; of `NotingCapture`, one for each cache and each recording policy."""
+    from recorded import record_on_cpu
+
+    return record_on_cpu(monkeypatch)
 
 
 def pytest_report_header() -> str:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import noisy_copy, ragged_batch, tiny_model
 from tiny_policies import ScriptedLengths
@@ -85,3 +88,10 @@ def prompts() -> dict[str, torch.Tensor]:
 
 def stop_arguments(strings: str | list[str]) -> dict[str, Any]:
     return {"stop_strings": strings, "tokenizer": tiny_tokenizer()}
+
+
+def with_stepping_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every look that a time limit takes at the clock take a second."""
+    seconds = count(1)
+    clock = SimpleNamespace(time=lambda: next(seconds))
+    monkeypatch.setattr("transformers.generation.stopping_criteria.time", clock)

@@ -149,8 +149,7 @@ class NotingCapture:
         return NotedReplay(notes, result)
 
 
-@pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> list[NotingCapture]:
+def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[NotingCapture]:
     """Let runners record on the CPU; the list gets what records, one for each cache and each recording policy."""
     captures: list[NotingCapture] = []
 

@@ -39,7 +39,7 @@ def toy_model(vocabulary: int, seed: int = 0) -> PreTrainedModel:
 
 
 def exact_law(target: PreTrainedModel, prompt: int, depth: int, options: dict[str, Any]) -> Tensor:
-    """The law of the first `depth` tokens behind a prompt.
+    """The law of the first `depth` tokens after a prompt.
 
     Returns:
         `[vocabulary ** depth]`, float64; the first token is the most significant digit of the index.

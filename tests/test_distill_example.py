@@ -29,7 +29,7 @@ def examples_on_the_path():
 
 
 @pytest.fixture(autouse=True)
-def accelerate_starts_anew():
+def accelerate_starts_again():
     """A process has one state of Accelerate, which whatever ran before may have settled otherwise."""
     from accelerate.state import AcceleratorState
 

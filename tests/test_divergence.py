@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tiny_models import tiny_model
 from torch import LongTensor, Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from hf_dsde import divergence
 from hf_dsde.divergence import BatchComparison, RowComparison, Verdict, compare_outputs, ulp
@@ -247,41 +248,14 @@ def test_training_mode_is_refused() -> None:
         compare(model, [[2, 3, 5]], [[2, 3, 5]])
 
 
-def llama(dtype: torch.dtype) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        bos_token_id=2,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval()
+def real_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    return tiny_model(family, vocab_size=64, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=2).to(dtype)
 
 
-def gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        bos_token_id=2,
-    )
-    return GPT2LMHeadModel(config).to(dtype).eval()
-
-
-@pytest.mark.parametrize("build", [llama, gpt2])
-def test_every_token_of_left_padded_greedy_text_ranks_first_in_a_real_model(build: object) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_token_of_left_padded_greedy_text_ranks_first_in_a_real_model(family: str) -> None:
     """Replacing any token by another must show the original one at rank 0: prefix and positions are right."""
-    model = build(torch.float32)  # type: ignore[operator]
+    model = real_model(family, torch.float32)
     prompts = torch.tensor([[PAD, PAD, PAD, 9, 10], [5, 6, 7, 8, 9]])
     mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
     output = model.generate(prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
@@ -296,7 +270,7 @@ def test_every_token_of_left_padded_greedy_text_ranks_first_in_a_real_model(buil
 
 
 def test_bfloat16_batched_against_alone_is_explained() -> None:
-    model = llama(torch.bfloat16)
+    model = real_model("llama", torch.bfloat16)
     torch.manual_seed(1)
     prompts = torch.randint(3, 64, (4, 7))
     kwargs = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_calls import QUIET, assert_same_text, config_of, end_tokens, endless_model, pair, plain, speculative
+from tiny_calls import QUIET, assert_same_text, compared, config_of, end_tokens, endless_model, pair, plain, speculative
 from tiny_models import (
     AGREEMENT,
     FAMILIES,
@@ -57,8 +57,7 @@ def test_every_family_with_any_draft(family: str, agreement: str) -> None:
     target, draft = pair(family, agreement)
     seed = len(family)
     inputs = ragged_batch(random_lengths(4, seed=seed), seed=seed)
-    output = speculative(target, draft, inputs, RandomLengths(4, seed=seed), max_new_tokens=18)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=18))
+    output = compared(target, draft, inputs, RandomLengths(4, seed=seed), max_new_tokens=18)
     rate = output.speculation_statistics.acceptance_rate
     assert {"full": rate == 1.0, "half": 0.1 < rate < 0.95, "never": rate < 0.1}[agreement], rate
 
@@ -67,16 +66,14 @@ def test_every_family_with_any_draft(family: str, agreement: str) -> None:
 def test_sixty_four_tokens_across_a_window_of_eight(family: str, changes: dict[str, Any]) -> None:
     target, draft = pair(family, "half", **changes)
     inputs = ragged_batch([1, 5, 11])
-    output = speculative(target, draft, inputs, RandomLengths(6, seed=2), max_new_tokens=64)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=64))
+    compared(target, draft, inputs, RandomLengths(6, seed=2), max_new_tokens=64)
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_variants_of_attention(family: str, changes: dict[str, Any]) -> None:
     target, draft = pair(family, "half", **changes)
     inputs = ragged_batch([6, 1, 3])
-    output = speculative(target, draft, inputs, RandomLengths(4, seed=3), max_new_tokens=12)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=12))
+    compared(target, draft, inputs, RandomLengths(4, seed=3), max_new_tokens=12)
 
 
 @pytest.mark.parametrize("stop_probability", [0.0, 0.3], ids=["before-the-round", "inside-the-round"])
@@ -86,8 +83,7 @@ def test_every_batch_size(rows: int, stop_probability: float) -> None:
     inputs = ragged_batch(random_lengths(rows, seed=rows), seed=rows)
     ends = end_tokens(target, inputs, (0, 7), (rows - 1, 11))
     policy = RandomLengths(5, seed=rows, stop_probability=stop_probability)
-    output = speculative(target, draft, inputs, policy, max_new_tokens=16, eos_token_id=ends)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=16, eos_token_id=ends))
+    compared(target, draft, inputs, policy, max_new_tokens=16, eos_token_id=ends)
 
 
 @given(
@@ -138,20 +134,13 @@ def test_any_batch_lengths_and_settings(
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"packed_attention": False},
-        {"fill_to_batch": True},
-        {"view_bucket": 7, "prefill_chunk": 3},
-    ],
+    [{"packed_attention": False}, {"fill_to_batch": True}, {"view_bucket": 7, "prefill_chunk": 3}],
     ids=["not-packed", "filled-to-batch", "odd-buckets"],
 )
 def test_settings_do_not_change_the_text(changes: dict[str, Any], family: str) -> None:
     target, draft = pair(family)
     inputs = ragged_batch([9, 1, 4, 12])
-    output = speculative(
-        target, draft, inputs, RandomLengths(5, seed=5), config_of(QUIET, **changes), max_new_tokens=20
-    )
-    assert_same_text(output, plain(target, inputs, max_new_tokens=20))
+    compared(target, draft, inputs, RandomLengths(5, seed=5), config_of(QUIET, **changes), max_new_tokens=20)
 
 
 def test_filling_to_the_batch_drafts_the_longest_length_everywhere() -> None:
@@ -212,8 +201,7 @@ def test_eager_attention_in_float32(family: str) -> None:
     target.generation_config.eos_token_id = None
     draft = noisy_copy(target, AGREEMENT["half"])
     inputs = ragged_batch([7, 1, 12])
-    output = speculative(target, draft, inputs, RandomLengths(4), max_new_tokens=20)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=20))
+    compared(target, draft, inputs, RandomLengths(4), max_new_tokens=20)
 
 
 @pytest.mark.parametrize("agreement", ["full", "half"])
@@ -221,8 +209,7 @@ def test_very_different_lengths_in_one_round(agreement: str) -> None:
     target, draft = pair(agreement=agreement)
     asked = [7, 4, 0, 7, 2, 1, 0, 0]
     inputs = ragged_batch(random_lengths(8, seed=6), seed=6)
-    output = speculative(target, draft, inputs, ScriptedLengths([asked, asked[::-1]]), max_new_tokens=24)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=24))
+    output = compared(target, draft, inputs, ScriptedLengths([asked, asked[::-1]]), max_new_tokens=24)
     assert output.speculation_statistics.rounds[0].drafted == sum(asked)
 
 
@@ -257,8 +244,7 @@ def test_drafting_resumes_after_rounds_without_drafts() -> None:
     target, draft = pair(agreement="full")
     inputs = ragged_batch([5, 1, 8])
     policy = ScriptedLengths([[0, 0, 0], [0, 3, 0], [0, 0, 0], [0, 0, 0], [4, 0, 0], [2, 2, 2]])
-    output = speculative(target, draft, inputs, policy, max_new_tokens=24)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=24))
+    output = compared(target, draft, inputs, policy, max_new_tokens=24)
     assert output.speculation_statistics.acceptance_rate == 1.0
 
 
@@ -329,28 +315,25 @@ def test_nearly_greedy_return_sequences_equal_greedy_ones() -> None:
 
 @pytest.mark.parametrize("fill_to_batch", [False, True])
 def test_draft_whose_context_is_shorter_than_the_text(fill_to_batch: bool) -> None:
-    """Rows start before, at and behind the end of the draft's 24 positions, which GPT-2 cannot look up beyond."""
+    """Rows start before, at and after the end of the draft's 24 positions, which GPT-2 cannot look up beyond."""
     target = endless_model("llama")
     draft = endless_model("gpt2", n_positions=24, seed=3)
     inputs = ragged_batch([5, 1, 22, 23, 24, 25, 40])
     config = QUIET.replace(fill_to_batch=fill_to_batch)
-    output = speculative(target, draft, inputs, RandomLengths(5), config, max_new_tokens=60)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=60))
+    compared(target, draft, inputs, RandomLengths(5), config, max_new_tokens=60)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_text_that_fills_the_target_s_positions(family: str) -> None:
     target, draft = pair(family, "full", max_position_embeddings=20)
     inputs = ragged_batch([5, 1])
-    output = speculative(target, draft, inputs, hf_dsde.StaticPolicy(7), max_new_tokens=15)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=15))
+    compared(target, draft, inputs, hf_dsde.StaticPolicy(7), max_new_tokens=15)
 
 
 def test_prompts_of_very_different_length() -> None:
     target, draft = pair()
     inputs = ragged_batch([120, 1])
-    output = speculative(target, draft, inputs, RandomLengths(4), max_new_tokens=3)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=3))
+    compared(target, draft, inputs, RandomLengths(4), max_new_tokens=3)
 
 
 def test_cost_probe_is_a_plain_round_of_long_calls_only() -> None:
@@ -358,8 +341,7 @@ def test_cost_probe_is_a_plain_round_of_long_calls_only() -> None:
     inputs = ragged_batch([5, 1])
     config = hf_dsde.SpeculationConfig()
     for max_new_tokens, probed in [(63, False), (64, True)]:
-        output = speculative(target, draft, inputs, hf_dsde.StaticPolicy(6), config, max_new_tokens=max_new_tokens)
-        assert_same_text(output, plain(target, inputs, max_new_tokens=max_new_tokens))
+        output = compared(target, draft, inputs, hf_dsde.StaticPolicy(6), config, max_new_tokens=max_new_tokens)
         assert any(r.is_plain for r in output.speculation_statistics.rounds[:-1]) == probed
         assert output.speculation_statistics.acceptance_rate == 1.0
 
@@ -370,12 +352,7 @@ CHANGING_ROPE: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": (
         "phi3",
         {
-            "rope_parameters": {
-                **ROPE,
-                "rope_type": "longrope",
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-            },
+            "rope_parameters": {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
             "original_max_position_embeddings": 16,
             "max_position_embeddings": 64,
         },
@@ -390,7 +367,6 @@ def test_rotary_frequencies_that_change_midway(kind: str) -> None:
     target = hf_dsde.enable(tiny_model(family, **changes))
     draft = noisy_copy(target, AGREEMENT["half"])
     inputs = ragged_batch([6, 1])
-    output = speculative(target, draft, inputs, RandomLengths(4), max_new_tokens=10)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=10))
+    compared(target, draft, inputs, RandomLengths(4), max_new_tokens=10)
     with pytest.raises(ValueError, match=f"rope_type='{kind}' and max_length=17.*within 16"):
         speculative(target, draft, inputs, RandomLengths(4), max_new_tokens=11)

@@ -31,7 +31,7 @@ def policies(seed: int) -> dict[str, str | StoppingPolicy]:
 
 
 def ends_in(text: torch.Tensor, seed: int) -> list[int]:
-    """Tokens of every other row's text, from somewhere inside it, that shall end texts."""
+    """Tokens of every other row's text, from somewhere inside it, that are to end texts."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.randint(3, NEW_TOKENS - 2, (len(text),), generator=generator)
     return sorted({int(row[place]) for row, place in zip(text[::2], places, strict=False)})

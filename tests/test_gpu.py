@@ -85,7 +85,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def released() -> Iterator[None]:
-    """Leave no recorded passes behind for other files."""
+    """Keep no recorded passes for other files."""
     yield
     for model in list(workspaces._idle):
         workspaces.release(model)

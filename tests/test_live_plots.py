@@ -12,7 +12,7 @@ from tiny_models import noisy_copy, tiny_model
 
 from hf_dsde import SpeculationConfig, enable, plots
 from hf_dsde.plots import LivePlot, WatchedPolicy, acceptance_figure, speed_figure, time_figure
-from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.policies import BatchInfo, RoundOutcome, Signal
 from hf_dsde.policies.registry import create_policy
 
 PROMPTS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]])
@@ -86,46 +86,18 @@ def test_rows_that_the_batch_lacks_are_unknown():
     assert same(klds, [[0.5, math.nan]])
 
 
-def test_each_call_begins_anew():
+def test_more_is_required_than_the_watched_policy_requires():
+    assert WatchedPolicy(create_policy("auto"), 1).requires == {*create_policy("auto").requires, Signal.KLD}
+    assert WatchedPolicy(create_policy("svip"), 1).stops_inside_round
+    assert not WatchedPolicy(create_policy("static"), 1).stops_inside_round
+
+
+def test_each_call_begins_again():
     policy = WatchedPolicy(create_policy("static"), 1)
     for _ in range(2):
         policy.start(batch(1))
         policy.observe(outcome([1], [[0.5]]))
         assert policy.rounds() == ([[1.0]], [[0.5]])
-
-
-def test_everything_is_handed_on_to_the_watched_policy():
-    calls = []
-
-    class Spy(StoppingPolicy):
-        name = "spy"
-        requires = frozenset({Signal.ENTROPY})
-
-        def start(self, batch):
-            calls.append(("start", batch))
-
-        def draft_lengths(self):
-            return torch.tensor([7])
-
-        def should_stop(self, step):
-            return ("stop", step)
-
-        def observe(self, outcome):
-            calls.append(("observe", outcome))
-
-        def select_rows(self, index):
-            calls.append(("select", index))
-
-    policy, info, done = WatchedPolicy(Spy(), 1), batch(1), outcome([1], [[0.0]])
-    policy.start(info)
-    policy.observe(done)
-    policy.select_rows("index")
-    assert calls == [("start", info), ("observe", done), ("select", "index")]
-    assert policy.draft_lengths().tolist() == [7]
-    assert policy.should_stop("step") == ("stop", "step")
-    assert policy.requires == {Signal.ENTROPY, Signal.KLD}
-    assert policy.stops_inside_round
-    assert not WatchedPolicy(create_policy("static"), 1).stops_inside_round
 
 
 def test_the_picture_has_a_line_for_each_row_in_both_panels(pair):

@@ -13,14 +13,7 @@ from hf_dsde.utils.tuning import HOPPER, SAFE, Tuning, tuning_for, tuning_of
 
 @pytest.mark.parametrize(
     ("capability", "row"),
-    [
-        ((9, 0), HOPPER),
-        ((8, 0), SAFE),
-        ((8, 9), SAFE),
-        ((10, 0), SAFE),
-        ((12, 0), SAFE),
-        (None, SAFE),
-    ],
+    [((9, 0), HOPPER), ((8, 0), SAFE), ((8, 9), SAFE), ((10, 0), SAFE), ((12, 0), SAFE), (None, SAFE)],
 )
 def test_a_capability_has_its_row_and_an_unknown_one_the_safe_row(capability: tuple[int, int], row: Tuning) -> None:
     assert tuning_for(capability) is row

@@ -66,6 +66,20 @@ def speculative(
     )
 
 
+def compared(
+    model: PreTrainedModel,
+    draft: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    policy: str | hf_dsde.StoppingPolicy,
+    config: hf_dsde.SpeculationConfig = QUIET,
+    **arguments: Any,
+) -> hf_dsde.SpeculativeGenerateOutput:
+    """Return the output of a greedy speculative call, once its text is that of plain decoding."""
+    output = speculative(model, draft, inputs, policy, config, **arguments)
+    assert_same_text(output, plain(model, inputs, **arguments))
+    return output
+
+
 def end_tokens(model: PreTrainedModel, inputs: dict[str, torch.Tensor], *places: tuple[int, int]) -> list[int]:
     """Return the tokens that plain decoding writes at the given (row, step): end-of-sequence ids that do occur."""
     steps = max(step for _, step in places) + 1

@@ -83,6 +83,14 @@ def noisy_copy(model: PreTrainedModel, noise: float, *, seed: int = 1) -> PreTra
     return draft
 
 
+def fresh_pair(
+    family: str = "llama", *, noise: float = 0.05, **changes: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return a target and a draft of the test's own, which agree as `noise` says."""
+    target = tiny_model(family, **changes)
+    return target, noisy_copy(target, noise)
+
+
 AGREEMENT = {"full": 0.0, "half": 0.05, "never": 1.0}
 """Noise of a draft, by how often it agrees with its target."""
 

@@ -1,7 +1,5 @@
 """Every text of a refilled batch is the one that `generate` gives for its prompt alone."""
 
-# ruff: noqa: F811 - a fixture is imported, and then is an argument
-
 from __future__ import annotations
 
 import functools
@@ -12,16 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from tiny_calls import config_of
 from tiny_models import AGREEMENT, EOS, FAMILIES, VOCABULARY, noisy_copy, tiny_model
 from tiny_text import tiny_tokenizer
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    WatermarkingConfig,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, WatermarkingConfig
 
 import hf_dsde
 from hf_dsde import SpeculationConfig
@@ -154,8 +147,7 @@ def test_recorded_passes(recording: list[NotingCapture], family: str) -> None:
 
 
 def test_recorded_passes_store_long_prompts_in_several(
-    recording: list[NotingCapture],
-    monkeypatch: pytest.MonkeyPatch,
+    recording: list[NotingCapture], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, stored_sizes=(4, 8)))
     pair = Pair.of()

@@ -107,9 +107,7 @@ def test_costs_count_only_where_they_make_a_sampled_run_repeatable(target, sampl
     given = GenerationConfig(do_sample=samples)
     without, with_costs = (
         _identity(
-            target,
-            generation_config=given,
-            speculation_config=SpeculationConfig(costs=costs, refresh_costs=refresh),
+            target, generation_config=given, speculation_config=SpeculationConfig(costs=costs, refresh_costs=refresh)
         )
         for costs in (None, COSTS)
     )
@@ -158,7 +156,7 @@ def test_a_changed_model_is_another_one_under_the_same_name(target, change):
     assert model_identity(model) != before
 
 
-def test_what_a_device_computes_anew_is_no_part_of_the_weights(target):
+def test_what_a_device_computes_again_is_no_part_of_the_weights(target):
     model = copy.deepcopy(target)
     before = model_identity(model)
     model.model.rotary_emb.inv_freq.add_(1e-9)

@@ -54,7 +54,7 @@ def generator(pair=None, **changes) -> BatchGenerator:
 def mapped(folder: Path, made: BatchGenerator) -> tuple[Dataset, int]:
     """The data with texts, and how often the target was run for them."""
     passes = watch(made._model)
-    # Loaded anew each time, as another run of a script would, so that only files can be reused.
+    # Loaded again each time, as another run of a script would, so that only files can be reused.
     return datasets.load_from_disk(folder).map(made, batched=True), passes.calls
 
 
@@ -101,7 +101,7 @@ CHANGES = {
 }
 
 
-def test_every_change_of_a_setting_generates_anew(saved):
+def test_every_change_of_a_setting_generates_again(saved):
     mapped(saved, generator())
     for what, changes in CHANGES.items():
         assert mapped(saved, generator(**changes))[1] > 0, what
@@ -109,7 +109,7 @@ def test_every_change_of_a_setting_generates_anew(saved):
             assert mapped(saved, generator(**changes))[1] == 0, f"{what}, again"
 
 
-def test_weights_that_were_changed_in_place_generate_anew(saved):
+def test_weights_that_were_changed_in_place_generate_again(saved):
     pair = tiny_pair(torch.float64)
     mapped(saved, generator(pair))
     for weight in pair.target.parameters():
@@ -117,7 +117,7 @@ def test_weights_that_were_changed_in_place_generate_anew(saved):
     assert mapped(saved, generator(pair))[1] > 0
 
 
-def test_one_generator_whose_weights_were_changed_meanwhile_generates_anew(saved):
+def test_one_generator_whose_weights_were_changed_meanwhile_generates_again(saved):
     pair = tiny_pair(torch.float64)
     made = generator(pair)
     mapped(saved, made)
@@ -125,14 +125,14 @@ def test_one_generator_whose_weights_were_changed_meanwhile_generates_anew(saved
     assert mapped(saved, made)[1] > 0
 
 
-def test_another_draft_generates_anew(saved):
+def test_another_draft_generates_again(saved):
     pair = tiny_pair(torch.float64)
     mapped(saved, generator(pair))
     other = type(pair)(pair.target, noisy_copy(pair.target, 0.05, seed=2), pair.tokenizer)
     assert mapped(saved, generator(other))[1] > 0
 
 
-def test_another_chat_template_generates_anew(tmp_path):
+def test_another_chat_template_generates_again(tmp_path):
     rows = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     Dataset.from_dict({"messages": rows}).save_to_disk(tmp_path / "data")
     pair = tiny_pair(torch.float64)

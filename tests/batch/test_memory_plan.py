@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import noisy_copy, tiny_model
+from tiny_models import fresh_pair, tiny_model
 from tiny_pair import tiny_pair
 from tiny_text import tiny_tokenizer
 
@@ -47,8 +47,7 @@ def _lines(plan):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_weights_are_those_in_memory_with_shared_ones_counted_once(family):
-    target = tiny_model(family)
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair(family)
     own = sum(w.numel() * w.element_size() for w in [*draft.parameters(), *draft.buffers()])
     shared = draft.get_input_embeddings().weight
     if draft.get_output_embeddings().weight is shared:

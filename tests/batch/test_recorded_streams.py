@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from resumed_job import generator, prompts
 
 from hf_dsde.batch.engine import BatchSizeWarning
@@ -33,7 +33,7 @@ def texts(results: Any) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("runner", ["eager", None])
-def test_every_text_may_be_taken_in_another_mode(runner: str | None, recording: list[NotingCapture]) -> None:  # noqa: F811
+def test_every_text_may_be_taken_in_another_mode(runner: str | None, recording: list[NotingCapture]) -> None:
     expected = texts(made("eager").stream(ROWS))
     jobs = made(runner)
     for _ in range(2):

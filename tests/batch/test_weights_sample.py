@@ -120,12 +120,12 @@ def test_what_cannot_be_read_at_all_leaves_the_name():
     model.lm_head.weight = torch.nn.Parameter(UnreadableTensor(CODES, SCALES), requires_grad=False)
     nameless = model_identity(model)["weights"]
     assert nameless == model_identity(model)["weights"] is not None
-    assert nameless != model_identity(_rounded_anew(UnreadableTensor))["weights"]
+    assert nameless != model_identity(_rounded_again(UnreadableTensor))["weights"]
     model.config._name_or_path = "someone/model"
     assert model_identity(model)["weights"] is None
 
 
-def _rounded_anew(kind):
+def _rounded_again(kind):
     model = tiny_model()
     model.lm_head.weight = torch.nn.Parameter(kind(CODES, SCALES), requires_grad=False)
     return model

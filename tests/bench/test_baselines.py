@@ -46,7 +46,7 @@ METHODS = {**BASELINES, "dsde": parse_policy("dsde"), "static:0": parse_policy("
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_go_on_behind_their_end_until_all_have_as_many_tokens(ending_pair, name, temperature):
+def test_rows_go_on_after_their_end_until_all_have_as_many_tokens(ending_pair, name, temperature):
     _, ids = answer(METHODS[name], ending_pair, Request(TOKENS, temperature))
     assert ids.shape == (1, TOKENS)
     if temperature == 0:

@@ -220,7 +220,7 @@ def test_every_step_is_announced(clock):
     assert "tiny, letters, batch 2, T=1: b, run 3 of 3" in steps
 
 
-def test_tokens_behind_an_end_are_counted_apart(clock):
+def test_tokens_after_an_end_are_counted_apart(clock):
     class Ends(FakeMethod):
         def __call__(self, pair, inputs, request):
             self.clock.now += 1

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_pair import PROMPTS, tiny_pair
+from tiny_pair import PROMPTS, replace_pairs
 from typer.testing import CliRunner
 
-from hf_dsde import pairs
 from hf_dsde.bench import pairs as bench_pairs
 from hf_dsde.bench import provenance, workloads
 from hf_dsde.bench.results import BenchResults
@@ -25,17 +24,8 @@ RUNNER = CliRunner()
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     """The tiny pair in place of every other, and a copy that is quick to time."""
-    asked = []
-
-    def load(*arguments):
-        asked.append(arguments)
-        return tiny_pair(*arguments[-2:])
-
-    monkeypatch.setattr(bench_pairs, "load_packaged_pair", load)
-    monkeypatch.setattr(pairs, "load_pair", load)
     monkeypatch.setattr(provenance, "COPIED_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setenv("COLUMNS", "200")
-    return asked
+    return replace_pairs(monkeypatch, bench_pairs)
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_pair import PROMPTS, tiny_pair
+from tiny_pair import PROMPTS, replace_pairs
 from typer.testing import CliRunner
 
-from hf_dsde import pairs
 from hf_dsde.cli import main as cli
 from hf_dsde.cli.demo import run as demo
 
@@ -18,18 +17,9 @@ RUNNER = CliRunner()
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     """The tiny pair in place of every other, on the CPU, with prompts that its tokenizer can read."""
-    asked = []
-
-    def load(*arguments):
-        asked.append(arguments)
-        return tiny_pair(*arguments[-2:])
-
-    monkeypatch.setattr(pairs, "load_packaged_pair", load)
-    monkeypatch.setattr(pairs, "load_pair", load)
     original = demo.DemoOptions
     monkeypatch.setattr(demo, "DemoOptions", lambda **options: original(**options, prompts=PROMPTS))
-    monkeypatch.setenv("COLUMNS", "160")
-    return asked
+    return replace_pairs(monkeypatch)
 
 
 def run(*arguments):

@@ -73,11 +73,7 @@ def test_each_method_is_timed_once_per_repeat_and_in_turn():
     assert all(len(method.seconds) == OPTIONS.repeats for method in result.dtypes[0].methods)
     assert len(steps) == OPTIONS.runs + len(OPTIONS.dtypes)
     timed = [step for step in steps if ", run " in step]
-    assert [step.split(": ")[1].rsplit(", run", 1)[0] for step in timed[:3]] == [
-        demo.PLAIN,
-        "dsde",
-        "static, 2 tokens",
-    ]
+    assert [step.split(": ")[1].rsplit(", run", 1)[0] for step in timed[:3]] == [demo.PLAIN, "dsde", "static, 2 tokens"]
 
 
 def test_leaves_the_target_as_it_was():

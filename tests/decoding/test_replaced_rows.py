@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from tiny_models import PAD, VOCABULARY, ragged_batch, tiny_model
 
 from hf_dsde.decoding.sequences import SequenceBatch
@@ -53,7 +53,7 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
     for row, expected in enumerate(texts):
         end = sequences.prompt_width + generated[row]
         assert sequences.host_tokens[row, end - len(expected) : end].tolist() == expected
-    # There is room for all that a row may emit, and for drafts behind it.
+    # There is room for all that a row may emit, and for drafts after it.
     left = sequences.remaining
     block = torch.full((3, int(left.max())), 9)
     sequences.append(block, left)
@@ -68,7 +68,7 @@ def test_replaced_rows_hold_their_prompt_and_the_others_are_untouched(
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
 @pytest.mark.parametrize("kind", ["eager", "graph"])
-def test_the_next_pass_sees_the_new_text(recording: list[NotingCapture], family: str, kind: str) -> None:  # noqa: F811
+def test_the_next_pass_sees_the_new_text(recording: list[NotingCapture], family: str, kind: str) -> None:
     model = tiny_model(family)
     runner = create_runner(model, 3, 16, RuntimeOptions(view_bucket=4, prefill_chunk=5), kind)
     first, second = batch(LENGTHS), ragged_batch([13, 1], seed=4)["input_ids"]

@@ -43,7 +43,7 @@ def test_a_walk_through_all_kinds_of_rounds() -> None:
     assert not after(drafts, [1, 1]).resumes
 
 
-def test_a_plain_step_that_has_begun_overtakes_no_wish_for_nothing() -> None:
+def test_a_plain_step_that_has_begun_defers_no_wish_for_another() -> None:
     plan = after(after(None, [0, 0]), [0, 0], plain_begun=True)
     assert (plan.kind, plan.deferred) == (RoundKind.PLAIN, None)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from tiny_calls import QUIET, config_of
 from tiny_models import AGREEMENT, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths
@@ -20,10 +20,7 @@ from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.policies import BatchInfo, DraftStep, StoppingPolicy
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 ROWS = 5
 
 
@@ -47,10 +44,10 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return passes
 
 
-class StopsBehind(StoppingPolicy):
-    """All rows may draft `longest` tokens, and stop together behind the next number of a list."""
+class StopsAfter(StoppingPolicy):
+    """All rows may draft `longest` tokens, and stop together after the next number of a list."""
 
-    name = "stops-behind"
+    name = "stops-after"
 
     def __init__(self, lengths: list[int], longest: int) -> None:
         self._lengths, self._longest = lengths, longest
@@ -83,7 +80,7 @@ def generate(
 
 @pytest.mark.usefixtures("recording")
 def test_a_pass_that_is_recorded_is_ready_when_drafting_ends_early(used: list[tuple[int, bool]]) -> None:
-    generate(tiny_model(), StopsBehind([2, 3], longest=5), noise=3.0, eos_token_id=None)
+    generate(tiny_model(), StopsAfter([2, 3], longest=5), noise=3.0, eos_token_id=None)
     drafted = [(width, ready) for width, ready in used[:-3] if width]
     assert [width for width, _ in drafted] == [2, 3] * (len(drafted) // 2) + [2] * (len(drafted) % 2)
     assert [ready for _, ready in drafted] == [False, False] + [True] * (len(drafted) - 2), "recorded at its first use"
@@ -91,17 +88,16 @@ def test_a_pass_that_is_recorded_is_ready_when_drafting_ends_early(used: list[tu
 
 @pytest.mark.usefixtures("recording")
 def test_a_draft_of_the_full_length_is_not_asked_about(used: list[tuple[int, bool]]) -> None:
-    generate(tiny_model(), StopsBehind([3], longest=3), noise=3.0, eos_token_id=None)
+    generate(tiny_model(), StopsAfter([3], longest=3), noise=3.0, eos_token_id=None)
     assert {ready for width, ready in used if width == 3} == {False}
 
 
 def test_nothing_is_recorded_for_a_proposal_that_goes_on(
-    recording: list[NotingCapture],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    recording: list[NotingCapture], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def passes_recorded() -> int:
         before = sum(capture.recorded for capture in recording)
-        generate(tiny_model(), StopsBehind([4], longest=6), noise=3.0, eos_token_id=None)
+        generate(tiny_model(), StopsAfter([4], longest=6), noise=3.0, eos_token_id=None)
         return sum(capture.recorded for capture in recording) - before
 
     recorded = passes_recorded()
@@ -148,5 +144,5 @@ def test_a_host_that_need_not_wait_prepares_nothing(
 ) -> None:
     monkeypatch.setattr(StopFlag, "answered", True)
     for _ in range(2):
-        generate(tiny_model(), StopsBehind([2], longest=5), noise=3.0, eos_token_id=None)
+        generate(tiny_model(), StopsAfter([2], longest=5), noise=3.0, eos_token_id=None)
     assert {ready for _, ready in used} == {False}

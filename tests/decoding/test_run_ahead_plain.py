@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import recording  # noqa: F401 - a fixture
 from tiny_calls import QUIET, config_of
-from tiny_models import AGREEMENT, EOS, noisy_copy, ragged_batch, random_lengths, tiny_model
+from tiny_models import AGREEMENT, EOS, fresh_pair, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
@@ -23,10 +22,7 @@ from hf_dsde.measurement.statistics import RoundCounts
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StaticPolicy, StoppingPolicy
 from hf_dsde.utils import tuning
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
-    pytest.mark.usefixtures("recording"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
 ROWS = 5
 
 
@@ -91,7 +87,7 @@ def rounds_of(output: Any) -> tuple[RoundCounts, ...]:
     return rounds
 
 
-def test_behind_two_plain_steps_each_but_the_one_too_many_is_begun(begun: list[int]) -> None:
+def test_after_two_plain_steps_each_but_the_one_too_many_is_begun(begun: list[int]) -> None:
     target = tiny_model()
     plain = target.generate(
         **ragged_batch(random_lengths(ROWS)), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -162,10 +158,7 @@ def test_sampled_text_is_that_of_steps_one_after_the_other(begun: list[int], mon
 
 @pytest.mark.parametrize(("runner", "tokens"), [("graph", 0), ("graph", 10_000), ("eager", 0), ("eager", 200)])
 def test_a_draft_that_has_missed_much_knows_all_of_it_when_it_drafts(
-    tokens: int,
-    runner: str,
-    begun: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    tokens: int, runner: str, begun: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafting with the target itself, every token is accepted, unless one was missed or stored in a wrong place."""
     stored = stores(monkeypatch)
@@ -234,8 +227,7 @@ def test_catching_up_is_no_price_of_a_draft_step(begun: list[int], monkeypatch: 
         LiveCosts, "observe", lambda self, **seen: charged.append((seen["draft_steps"], seen["resumed"]))
     )
     monkeypatch.setattr(Wishes, "requires", frozenset({Signal.COSTS}))
-    target = tiny_model()
-    draft = noisy_copy(target, 0.0)
+    target, draft = fresh_pair(noise=0.0)
     for _ in range(2):  # rounds that record passes say nothing of costs
         charged.clear()
         output = generate(target, Wishes([2, 1, 0, 2, 0, 0, 0, 3, 1]), draft=draft, eos_token_id=None)

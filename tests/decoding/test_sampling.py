@@ -117,20 +117,20 @@ ROWS, NEW_TOKENS, WIDTH = 5, 12, 4
 
 
 class RaggedState:
-    """Rows at different lengths with draft tokens behind them, and the longer texts that they are the beginnings of."""
+    """Rows at different lengths with draft tokens after them, and the longer texts that they are the beginnings of."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.inputs = ragged_batch(random_lengths(ROWS, longest=6, seed=seed), seed=seed)
-        behind = torch.randint(3, VOCABULARY, (ROWS, NEW_TOKENS + WIDTH), generator=generator)
-        self.full = torch.cat([self.inputs["input_ids"], behind], dim=1)
+        after = torch.randint(3, VOCABULARY, (ROWS, NEW_TOKENS + WIDTH), generator=generator)
+        self.full = torch.cat([self.inputs["input_ids"], after], dim=1)
         self.generated = torch.randint(0, NEW_TOKENS, (ROWS,), generator=generator).tolist()
         self.generated[seed % ROWS] = 0
         self.sequences = SequenceBatch(**self.inputs, max_new_tokens=NEW_TOKENS, scratch=WIDTH + 1, pad_token=PAD)
-        self.sequences.append(behind[:, :NEW_TOKENS], torch.tensor(self.generated))
-        self.sequences.synchronise(self.generated, behind[:, :NEW_TOKENS])
+        self.sequences.append(after[:, :NEW_TOKENS], torch.tensor(self.generated))
+        self.sequences.synchronise(self.generated, after[:, :NEW_TOKENS])
         self.sequences.write_drafts(
-            torch.stack([row[count : count + WIDTH] for row, count in zip(behind, self.generated, strict=True)])
+            torch.stack([row[count : count + WIDTH] for row, count in zip(after, self.generated, strict=True)])
         )
         self.counts = torch.randint(0, WIDTH + 1, (ROWS,), generator=generator).tolist()
         self.logits = 2 * torch.randn(ROWS, WIDTH, VOCABULARY, generator=generator)
@@ -216,6 +216,14 @@ def test_subclasses_of_stateless_processors_are_shown_the_text() -> None:
             torch.testing.assert_close(scores[row, column], expected)
 
 
+def both(inputs: dict[str, Tensor], policy: hf_dsde.StoppingPolicy, **options: Any) -> Tensor:
+    """Return the text of plain decoding, once it is that of a speculative call as well."""
+    plain = TARGET.generate(**inputs, **options)
+    speculative = TARGET.generate(**inputs, assistant_model=DRAFT, speculation_policy=policy, **options)
+    assert torch.equal(speculative, plain)
+    return plain
+
+
 MAKES_NO_DIFFERENCE = {"invalid values removed", "renormalised", "forced beginning"}
 
 
@@ -224,15 +232,7 @@ def test_greedy_text_is_that_of_plain_generate(name: str) -> None:
     options = GREEDY_OPTIONS[name]
     seed = len(name)
     inputs = ragged_batch(random_lengths(5, seed=seed), seed=seed)
-    plain = TARGET.generate(**inputs, max_new_tokens=18, **options)
-    speculative = TARGET.generate(
-        **inputs,
-        max_new_tokens=18,
-        assistant_model=DRAFT,
-        speculation_policy=RandomLengths(5, seed=seed, stop_probability=0.2),
-        **options,
-    )
-    assert torch.equal(speculative, plain)
+    plain = both(inputs, RandomLengths(5, seed=seed, stop_probability=0.2), max_new_tokens=18, **options)
     if name not in MAKES_NO_DIFFERENCE:
         ends = {key: value for key, value in options.items() if key == "eos_token_id"}
         bare = TARGET.generate(**inputs, max_new_tokens=18, **ends)
@@ -241,10 +241,7 @@ def test_greedy_text_is_that_of_plain_generate(name: str) -> None:
 
 def test_a_forced_beginning_follows_prompts_of_one_token() -> None:
     inputs, options = ragged_batch([1, 1, 1]), {"max_new_tokens": 12, "forced_bos_token_id": BOS}
-    plain = TARGET.generate(**inputs, **options)
-    speculative = TARGET.generate(**inputs, assistant_model=DRAFT, speculation_policy=RandomLengths(4), **options)
-    assert plain[:, 1].tolist() == [BOS] * 3
-    assert torch.equal(speculative, plain)
+    assert both(inputs, RandomLengths(4), **options)[:, 1].tolist() == [BOS] * 3
 
 
 @pytest.mark.parametrize(
@@ -253,15 +250,7 @@ def test_a_forced_beginning_follows_prompts_of_one_token() -> None:
 def test_settings_per_row_follow_several_sequences_per_prompt(options: str) -> None:
     inputs = ragged_batch([3, 7], seed=0)
     arguments = {"max_new_tokens": 12, "num_return_sequences": 2, "do_sample": True, "top_k": 1}
-    plain = TARGET.generate(**inputs, **arguments, **GREEDY_OPTIONS[options])
-    speculative = TARGET.generate(
-        **inputs,
-        **arguments,
-        assistant_model=DRAFT,
-        speculation_policy=RandomLengths(5),
-        **GREEDY_OPTIONS[options],
-    )
-    assert torch.equal(speculative, plain)
+    both(inputs, RandomLengths(5), **arguments, **GREEDY_OPTIONS[options])
 
 
 def test_a_constraint_is_asked_about_texts_only_that_exist() -> None:
@@ -275,12 +264,7 @@ def test_a_constraint_is_asked_about_texts_only_that_exist() -> None:
         begun = text[width:].tolist()
         return sorted({answer[len(begun)] for answer in answers if answer[: len(begun)] == begun})
 
-    options = {"max_new_tokens": 12, "prefix_allowed_tokens_fn": allowed}
-    plain = TARGET.generate(**inputs, **options)
-    speculative = TARGET.generate(
-        **inputs, assistant_model=DRAFT, speculation_policy=RandomLengths(4, seed=1), **options
-    )
-    assert torch.equal(speculative, plain)
+    both(inputs, RandomLengths(4, seed=1), max_new_tokens=12, prefix_allowed_tokens_fn=allowed)
 
 
 def test_processors_move_without_touching_the_originals() -> None:
@@ -305,16 +289,11 @@ def test_processors_move_without_touching_the_originals() -> None:
         assert tensor.device.type == "cpu"
 
 
-def test_greedy_choice_is_the_best_token() -> None:
-    tokens, probs = choose(torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), do_sample=False)
-    assert tokens.tolist() == [1, 0]
-    assert probs is None
-
-
 def test_greedy_choice_works_on_blocks() -> None:
     scores = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
-    tokens, _ = choose(scores, do_sample=False)
+    tokens, probs = choose(scores, do_sample=False)
     assert torch.equal(tokens, scores.argmax(dim=-1))
+    assert probs is None
 
 
 def test_sampled_choice_reports_what_it_was_drawn_from() -> None:

@@ -160,7 +160,7 @@ def mutate_drafter(monkeypatch: pytest.MonkeyPatch, change: Callable[[CandidateB
 
 
 class StopAfterUnsure(StoppingPolicy):
-    """Stops after a token that the draft gave little probability, and asks for the draft's logits besides."""
+    """Stops after a token that the draft gave little probability, and asks for the draft's logits too."""
 
     name = "stop-after-unsure"
     requires = frozenset({Signal.KLD})
@@ -223,7 +223,7 @@ def add_to_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw_the_bonus_from_a_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token behind a fully accepted draft is drawn as if the last draft token had been rejected."""
+    """The token after a fully accepted draft is drawn as if the last draft token had been rejected."""
     original = verification.residual_distribution
 
     def law(target_probs: Tensor, draft_probs: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class ListModel:
         return [prompt + new for prompt, new in zip(self.prompts, self.generated, strict=True)]
 
     def append(self, blocks: list[list[int]]) -> None:
-        """Append a block to each row, as the loop does: padded, with junk behind the count."""
+        """Append a block to each row, as the loop does: padded, with junk after the count."""
         blocks = [block[: MAX_NEW_TOKENS - len(new)] for block, new in zip(blocks, self.generated, strict=True)]
         width = max(1, *(len(block) for block in blocks))
         padded = torch.tensor([block + [77] * (width - len(block)) for block in blocks])
@@ -111,7 +111,7 @@ def test_prompts_of_very_different_length() -> None:
 @given(model=batches(), data=st.data())
 @settings(deadline=None, max_examples=50)
 def test_prefix_is_what_plain_generate_would_show(model: ListModel, data: st.DataObject) -> None:
-    """Drafts written behind a row's text are part of the prefix; rows that lack tokens are shown more padding."""
+    """Drafts written after a row's text are part of the prefix; rows that lack tokens are shown more padding."""
     drafts = data.draw(st.lists(st.integers(71, 95), min_size=1, max_size=SCRATCH))
     model.batch.write_drafts(torch.tensor([drafts] * len(model.rows)))
     length = data.draw(st.integers(0, max(len(new) for new in model.generated) + len(drafts)))

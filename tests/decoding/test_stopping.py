@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import PAD
 from tiny_text import spelling_tokenizer
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from hf_dsde.decoding.sequences import SequenceBatch
@@ -133,10 +127,7 @@ def test_time_never_takes_back_what_was_confirmed(eos: list[int]) -> None:
     """Without padding, rows end together, so what ran ahead may yet be cut and is not confirmed."""
     sequences = batch_of([7, 7], limit=9)
     limit = MaxTimeCriteria(max_time=1e6)
-    stopping = Stopping(
-        StoppingCriteriaList([limit, *([EosTokenCriteria(eos)] if eos else [])]),
-        sequences,
-    )
+    stopping = Stopping(StoppingCriteriaList([limit, *([EosTokenCriteria(eos)] if eos else [])]), sequences)
     confirmed = [0, 0]
     for counts, time_is_up in (([3, 1], False), ([2, 1], True)):
         limit.max_time = -1.0 if time_is_up else 1e6

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from tiny_models import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hf_dsde.decoding import streamers
 from hf_dsde.decoding.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
@@ -105,11 +106,7 @@ def test_arbitrary_bytes_stream_to_what_decoding_them_at_once_gives(ids: list[in
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(
-        st.sampled_from(["ab ", "the", " ", "\n", "\n ", "é", "日本語", "🙂", "x" * 40]),
-        min_size=1,
-        max_size=9,
-    ),
+    st.lists(st.sampled_from(["ab ", "the", " ", "\n", "\n ", "é", "日本語", "🙂", "x" * 40]), min_size=1, max_size=9),
     chunkings,
 )
 def test_long_texts_survive_the_shortening_of_the_window(words: list[str], chunks: list[int]) -> None:
@@ -247,15 +244,7 @@ def test_contract_is_abstract() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_stock_generate_streams_a_batch(rows: int) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=262,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = tiny_model(vocab_size=262, num_hidden_layers=1)
     prompt = torch.arange(2, 2 + 4 * rows).reshape(rows, 4)
     streamer = Collected(byte_tokenizer())
     for _ in range(2):

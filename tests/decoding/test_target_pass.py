@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import recording  # noqa: F401 - a fixture
 from tiny_calls import config_of
 from tiny_models import noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
@@ -21,9 +20,8 @@ from hf_dsde.decoding.target_pass import LEAST_SAVING, VerificationPass
 from hf_dsde.execution.model_runner import WIDTH_BUCKETS, next_bucket
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock, packed_bucket
-from hf_dsde.measurement.statistics import SpeculationStatistics, StatisticsRecorder
+from hf_dsde.measurement.statistics import SpeculationStatistics
 from hf_dsde.policies import Signal
-from hf_dsde.policies.base import PhaseTimes
 from hf_dsde.utils import tuning
 from hf_dsde.utils.tuning import HOPPER
 
@@ -79,52 +77,12 @@ UNEVEN = [9] + [1] * (ROWS - 1)
 
 
 class TestForm:
-    def test_one_long_draft_is_not_paid_for_by_all_rows(self) -> None:
-        runner = FakeRunner(ROWS)
-        result, _ = run(runner, UNEVEN)
-        assert runner.calls == [("packed", packed_bucket(sum(UNEVEN)), 77)]
-        assert result.packed_tokens == packed_bucket(sum(UNEVEN))
-
-    @pytest.mark.parametrize("rows", [1, 8, HOPPER.free_tokens // 10])
-    def test_passes_whose_tokens_are_free_are_padded(self, rows: int) -> None:
-        """9 columns are run as 10."""
-        runner = FakeRunner(rows)
-        result, _ = run(runner, UNEVEN[:rows])
-        assert runner.calls == [("padded", 9, 77)]
-        assert result.packed_tokens is None
-
-    @pytest.mark.parametrize(("columns", "form"), [(16, "padded"), (17, "packed")])
-    def test_columns_that_a_bucket_adds_count_as_padding(self, columns: int, form: str) -> None:
-        """All rows are equally long: 16 columns are run as 16, and 17 as 20."""
-        runner = FakeRunner(ROWS)
-        run(runner, [columns] * ROWS)
-        assert runner.calls[0][0] == form
-
     def test_rows_that_left_are_not_padded_any_more(self) -> None:
         counts = [9] * 4 + [0] * (ROWS - 4)
         for live, form in ((ROWS, "packed"), (4, "padded")):
             runner = FakeRunner(ROWS, live=live)
             run(runner, counts)
             assert runner.calls[0][0] == form
-
-    @pytest.mark.parametrize(("idle", "form"), [(40, "packed"), (39, "packed"), (24, "padded")])
-    def test_a_small_saving_is_left(self, idle: int, form: str) -> None:
-        """Of 400 padded tokens, 360 and 361 of which 16 more have room fit into 90 %, and 376 do not."""
-        runner = FakeRunner(200)
-        run(runner, [2] * (200 - idle) + [1] * idle)
-        assert runner.calls[0][0] == (form if packed_bucket(400 - idle) <= 360 else "padded")
-
-    def test_a_block_of_one_column_is_never_packed(self) -> None:
-        runner = FakeRunner(1000)
-        _, counts = run(runner, [1] * 1000, known=False)
-        assert runner.calls == [("padded", 1, 77)]
-        assert not counts.fetched
-
-    def test_a_runner_that_cannot_pack_is_not_asked_to(self) -> None:
-        runner = FakeRunner(ROWS, packs=False)
-        _, counts = run(runner, UNEVEN, known=False)
-        assert runner.calls[0][0] == "padded"
-        assert not counts.fetched
 
     @given(counts=st.lists(st.integers(0, 24), min_size=1, max_size=96), known=st.booleans())
     def test_a_packed_pass_always_computes_less_and_a_padded_one_little_more_than_it_must(
@@ -141,62 +99,29 @@ class TestForm:
             assert padded * (1 - LEAST_SAVING) < max(packed, HOPPER.free_tokens)
 
 
-class TestCountsOnTheHost:
-    def test_counts_are_fetched_when_the_choice_depends_on_them(self) -> None:
-        runner = FakeRunner(ROWS)
-        _, counts = run(runner, UNEVEN, known=False)
-        assert runner.calls[0][0] == "packed"
-        assert counts.fetched == 1
-
-    def test_known_counts_are_not_fetched(self) -> None:
-        _, counts = run(FakeRunner(ROWS), UNEVEN)
-        assert not counts.fetched
-
-    def test_nothing_is_fetched_in_small_batches(self) -> None:
-        runner = FakeRunner(8)
-        _, counts = run(runner, UNEVEN[:8], known=False)
-        assert runner.calls[0][0] == "padded"
-        assert not counts.fetched
-
-    @pytest.mark.parametrize(("rows", "ready"), [(8, True), (ROWS, False)])
-    def test_a_pass_is_made_ready_early_only_where_no_counts_are_needed(self, rows: int, ready: bool) -> None:
-        assert VerificationPass(FakeRunner(rows)).recorded(9, 77) == ready
+@pytest.mark.parametrize(
+    ("counts", "known", "packs", "form", "fetched"),
+    [
+        (UNEVEN, False, True, "packed", True),
+        (UNEVEN, True, True, "packed", False),
+        (UNEVEN, False, False, "padded", False),
+        (UNEVEN[:8], False, True, "padded", False),
+        ([1] * 1000, False, True, "padded", False),
+    ],
+    ids=["unknown", "known", "a runner that cannot pack", "free tokens", "one column"],
+)
+def test_counts_are_fetched_only_where_the_form_depends_on_them(
+    counts: list[int], known: bool, packs: bool, form: str, fetched: bool
+) -> None:
+    runner = FakeRunner(len(counts), packs=packs)
+    _, on_device = run(runner, counts, known=known)
+    assert runner.calls[0][0] == form
+    assert on_device.fetched == fetched
 
 
-def record_packed(blocks: Sequence[tuple[int, int, int] | None], packed_tokens: int | None) -> SpeculationStatistics:
-    """A round of one block (drafted, accepted, emitted) per row, None for a finished row; outputs as emitted."""
-    recorder = StatisticsRecorder(len(blocks), "fixed")
-    drafted, accepted, emitted = zip(*[block or (0, 0, 0) for block in blocks], strict=True)
-    recorder.record_round(
-        drafted=drafted,
-        accepted=accepted,
-        emitted=emitted,
-        active=[block is not None for block in blocks],
-        draft_steps=max(drafted),
-        pass_width=max(drafted) + 1,
-        packed_tokens=packed_tokens,
-        times=PhaseTimes(1.0, 1.0, 1.0),
-    )
-    return recorder.finish(emitted)
-
-
-class TestCounts:
-    BLOCKS = ((4, 2, 3), None, (0, 0, 1), (2, 2, 1))
-
-    def test_padding_of_a_packed_round_is_what_the_bucket_adds(self) -> None:
-        """5 + 1 + 3 tokens of three active rows, in a pass of 16; the row that has finished has no columns."""
-        [entry] = record_packed(self.BLOCKS, 16).rounds
-        assert (entry.packed_tokens, entry.padding, entry.idle) == (16, 7, 0)
-        assert (entry.drafted, entry.past_end) == (5, 1)
-
-    def test_padding_of_the_same_round_padded(self) -> None:
-        [entry] = record_packed(self.BLOCKS, None).rounds
-        assert (entry.packed_tokens, entry.padding, entry.idle) == (None, 3 * 5 - 9, 5)
-
-    def test_packed_tokens_are_in_what_is_written_to_files(self) -> None:
-        statistics = record_packed(self.BLOCKS, 16)
-        assert statistics.to_dict()["by_round"]["packed_tokens"] == [16]
-        assert statistics.padding == 7
+@pytest.mark.parametrize(("rows", "ready"), [(8, True), (ROWS, False)])
+def test_a_pass_is_made_ready_early_only_where_no_counts_are_needed(rows: int, ready: bool) -> None:
+    assert VerificationPass(FakeRunner(rows)).recorded(9, 77) == ready
 
 
 @pytest.mark.usefixtures("recording")

@@ -21,14 +21,12 @@ from ending_calls import (
     prompts,
     stop_arguments,
     target,
+    with_stepping_clock,
 )
 from tiny_models import PAD, ragged_batch
 from tiny_policies import RandomLengths, ScriptedLengths
 from tiny_text import tiny_tokenizer
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-)
+from transformers import EosTokenCriteria, MaxLengthCriteria
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -114,13 +112,11 @@ def test_a_stop_string_may_span_tokens_and_rounds(step: int, eos: int | None) ->
     decode(prompts(), in_blocks(3), eos_token_id=eos, **stop_arguments(across))
 
 
-def test_a_stop_string_cuts_tokens_that_were_accepted_behind_it() -> None:
+def test_a_stop_string_cuts_tokens_that_were_accepted_after_it() -> None:
     plain, ours = decode(
         ragged_batch([7], seed=3),
         ScriptedLengths([[9]]),
-        **stop_arguments(
-            tiny_tokenizer().convert_ids_to_tokens(endless_text((7,), 3)[0][4]),
-        ),
+        **stop_arguments(tiny_tokenizer().convert_ids_to_tokens(endless_text((7,), 3)[0][4])),
     )
     assert plain.shape[1] <= 7 + 5
     assert ours.speculation_statistics.emitted == plain.shape[1] - 7
@@ -130,13 +126,7 @@ def test_a_stop_string_cuts_tokens_that_were_accepted_behind_it() -> None:
 @pytest.mark.parametrize("policy_seed", range(3))
 def test_several_stop_strings_end_rows_that_draft_different_lengths(policy_seed: int, eos: int | None) -> None:
     strings = [spelled(0, 2), spelled(1, 8)[-1] + spelled(1, 9), spelled(2, 5)]
-    decode(
-        prompts(),
-        RandomLengths(7, seed=policy_seed),
-        half_agreeing(),
-        eos_token_id=eos,
-        **stop_arguments(strings),
-    )
+    decode(prompts(), RandomLengths(7, seed=policy_seed), half_agreeing(), eos_token_id=eos, **stop_arguments(strings))
 
 
 def test_a_prompt_that_ends_inside_a_stop_string_counts_towards_it() -> None:
@@ -161,10 +151,7 @@ def test_padding_in_front_counts_towards_a_stop_string_as_in_plain_decoding(eos:
 @pytest.mark.parametrize("draft", ["full", "half"])
 def test_no_block_runs_past_max_new_tokens(new_tokens: int, draft: str) -> None:
     plain, ours = decode(
-        prompts(),
-        in_blocks(3),
-        target() if draft == "full" else half_agreeing(),
-        max_new_tokens=new_tokens,
+        prompts(), in_blocks(3), target() if draft == "full" else half_agreeing(), max_new_tokens=new_tokens
     )
     assert plain.shape[1] == PROMPT_WIDTH + new_tokens
     assert [row.emitted for row in ours.speculation_statistics.rows] == [new_tokens] * 3
@@ -186,10 +173,7 @@ def test_max_length_counts_the_padded_prompt(beyond: int) -> None:
 def test_a_length_criterion_of_the_users_takes_the_place_of_the_default(beyond: int) -> None:
     """Also when it allows more than the default, or less than the prompt already has."""
     plain, _ = decode(
-        prompts(),
-        RandomLengths(5),
-        half_agreeing(),
-        criteria=lambda: [MaxLengthCriteria(PROMPT_WIDTH + beyond)],
+        prompts(), RandomLengths(5), half_agreeing(), criteria=lambda: [MaxLengthCriteria(PROMPT_WIDTH + beyond)]
     )
     assert plain.shape[1] == PROMPT_WIDTH + max(beyond, 1)
 
@@ -221,30 +205,11 @@ def test_no_row_ends_before_its_shortest_length(counted: str, at_least: int) -> 
     assert not ends[:, :at_least].any()
 
 
-class SteppingClock:
-    """Stands in for the `time` module: every look at it takes a second."""
-
-    def __init__(self) -> None:
-        self._seconds = 0
-
-    def time(self) -> int:
-        self._seconds += 1
-        return self._seconds
-
-
-def with_stepping_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.generation.stopping_criteria.time", SteppingClock())
-
-
 def test_time_is_looked_at_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain decoding looks after every token; a round is what cannot be interrupted here."""
     with_stepping_clock(monkeypatch)
     output = target().generate(
-        **prompts(),
-        assistant_model=target(),
-        speculation_policy=in_blocks(3),
-        max_new_tokens=STEPS,
-        max_time=1.5,
+        **prompts(), assistant_model=target(), speculation_policy=in_blocks(3), max_new_tokens=STEPS, max_time=1.5
     )
     assert output[:, PROMPT_WIDTH:].tolist() == [text[: 2 * BLOCK] for text in endless_text(PROMPTS)]
 

@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 import torch
 from ending_calls import half_agreeing as draft
-from ending_calls import target
+from ending_calls import target, with_stepping_clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ragged_batch
 from tiny_policies import RandomLengths, ScriptedLengths
 from tiny_text import StopsAfterCalls, StopsAllWhenRow, StopsRowOn, tiny_tokenizer
-from transformers import (
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-    TextStreamer,
-)
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 from waits import RecordsRows
 
@@ -63,7 +58,7 @@ class RecordsPuts(BaseStreamer):
 
 
 def endings(lengths: tuple[int, ...]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Arguments under which texts end in every way; made anew for each call, as some criteria count."""
+    """Arguments under which texts end in every way; made again for each call, as some criteria count."""
     texts = endless_text(lengths)
     first, last = texts[0], texts[-1]
     spelled = tiny_tokenizer().convert_ids_to_tokens([first[5], last[3], last[4]])
@@ -153,10 +148,7 @@ def test_rows_of_a_batch_are_streamed_exactly_as_they_come_out(
     together=st.none() | st.integers(1, STEPS),
 )
 def test_nothing_is_streamed_that_is_cut_later(
-    policy_seed: int,
-    eos_steps: list[tuple[int, int]],
-    stop_steps: list[tuple[int, int]],
-    together: int | None,
+    policy_seed: int, eos_steps: list[tuple[int, int]], stop_steps: list[tuple[int, int]], together: int | None
 ) -> None:
     """Criteria judge a step when all rows have reached it, so rows that ran ahead are cut after the fact."""
     texts = endless_text(THREE)
@@ -194,14 +186,7 @@ def test_a_row_that_stopped_is_not_closed_while_it_goes_on_with_the_batch() -> N
 
 @pytest.mark.parametrize("eos", [None, 2])
 def test_nothing_is_streamed_that_time_cuts(monkeypatch: pytest.MonkeyPatch, eos: int | None) -> None:
-    ticks = iter(range(100))
-
-    class Clock:
-        @staticmethod
-        def time() -> int:
-            return next(ticks)
-
-    monkeypatch.setattr("transformers.generation.stopping_criteria.time", Clock)
+    with_stepping_clock(monkeypatch)
     streamer = RecordsRows()
     output = generate(
         THREE,

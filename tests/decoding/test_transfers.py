@@ -8,11 +8,7 @@ import torch
 from hf_dsde.utils.transfers import Download, upload
 
 CPU = torch.device("cpu")
-VALUES = [
-    ([3, 0, -1, 2**40], torch.int64),
-    ([7], torch.int64),
-    ([True, False, True], torch.bool),
-]
+VALUES = [([3, 0, -1, 2**40], torch.int64), ([7], torch.int64), ([True, False, True], torch.bool)]
 
 
 @pytest.mark.parametrize(("values", "dtype"), VALUES, ids=str)
@@ -82,7 +78,7 @@ class TestCuda:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def test_many_uploads_behind_a_busy_device_keep_their_own_values(self) -> None:
+    def test_many_uploads_to_a_busy_device_keep_their_own_values(self) -> None:
         """Pinned memory is reused: not before the copy out of it has been made."""
         device = torch.device("cuda", 0)
         work = torch.randn(2048, 2048, device=device)
@@ -92,19 +88,19 @@ class TestCuda:
             uploaded.append(upload([step, step + 1, -step], device))
         assert torch.stack(uploaded).tolist() == [[step, step + 1, -step] for step in range(200)]
 
-    def test_a_download_does_not_wait_for_what_was_asked_for_behind_it(self) -> None:
+    def test_a_download_does_not_wait_for_what_was_asked_for_after_it(self) -> None:
         device = torch.device("cuda", 0)
         work = torch.randn(4096, 4096, device=device)
         vector = upload([7, 8, 9], device)
         work @ work  # chooses its kernel
         torch.cuda.synchronize()
         download = Download([vector], vector[:, None])
-        behind = torch.cuda.Event()
+        after = torch.cuda.Event()
         for _ in range(100):
             work = (work @ work).clamp_(-1, 1)
-        behind.record()
+        after.record()
         assert download.wait()[0] == [[7, 8, 9]]
-        assert not behind.query(), "the host has waited for the products as well"
+        assert not after.query(), "the host has waited for the products as well"
         torch.cuda.synchronize()
 
     def test_a_download_holds_what_the_device_wrote_before_it_and_nothing_later(self) -> None:

@@ -28,11 +28,7 @@ from hypothesis import strategies as st
 from tiny_models import PAD, ragged_batch
 from tiny_policies import RandomLengths
 from tiny_text import StopsAfterCalls, StopsAllWhenRow, StopsRowOn, StopsWhenSure, Witness, tiny_tokenizer
-from transformers import (
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")

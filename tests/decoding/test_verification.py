@@ -32,7 +32,7 @@ P_VALUE = 1e-4
 
 Table = list[list[float]]
 Outcome = tuple[int, int]
-"""Accepted draft tokens, and the token behind them."""
+"""Accepted draft tokens, and the token after them."""
 
 
 def exact_law(target: Table, draft: Table, tokens: Sequence[int]) -> dict[Outcome, float]:
@@ -314,7 +314,7 @@ StopRule = Callable[[tuple[Fraction, ...], int], bool]
 def blocks(
     text: tuple[int, ...], room: int, before: Callable[[tuple[Fraction, ...]], bool], after: StopRule, drops: bool
 ) -> Iterator[tuple[tuple[int, ...], Fraction]]:
-    """Every block that can be drafted behind `text`, with its probability."""
+    """Every block that can be drafted after `text`, with its probability."""
     q = next_law(TOY_DRAFT, text)
     if room == 0 or before(q):
         yield (), Fraction(1)

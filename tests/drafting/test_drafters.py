@@ -13,7 +13,7 @@ import pytest
 import torch
 from sampled_law import PROMPT_MASK, PROMPTS, exact_law, pearson, toy_model
 from scipy import stats
-from tiny_calls import assert_same_text, plain, speculative
+from tiny_calls import assert_same_text, compared, plain, speculative
 from tiny_models import VOCABULARY, ragged_batch, tiny_model
 from tiny_policies import ScriptedLengths
 from tokenizers import Tokenizer, decoders, models
@@ -85,8 +85,7 @@ def test_the_documented_drafter_of_a_users_own(policy: str) -> None:
     target, inputs = cycling_model(), ragged_batch(EIGHT)
     drafter = repeating_drafter()
     for _ in range(2):  # one drafter serves many calls
-        output = speculative(target, drafter, inputs, policy, max_new_tokens=40)
-        assert_same_text(output, plain(target, inputs, max_new_tokens=40))
+        output = compared(target, drafter, inputs, policy, max_new_tokens=40)
         assert policy != "static" or output.speculation_statistics.acceptance_rate > 0.5
 
 
@@ -159,8 +158,7 @@ class Told(CandidateGenerator):
 def test_a_users_generator_hears_of_its_own_row_only() -> None:
     told: list[tuple[int, tuple[int, ...], int]] = []
     target, inputs = cycling_model(), ragged_batch([2, 5])
-    output = speculative(target, Told(told), inputs, hf_dsde.StaticPolicy(2), max_new_tokens=4)
-    assert_same_text(output, plain(target, inputs, max_new_tokens=4))
+    compared(target, Told(told), inputs, hf_dsde.StaticPolicy(2), max_new_tokens=4)
     lengths = [length + emitted for emitted in (1, 2, 3) for length in (2, 5)]
     assert [length for length, _, _ in told] == lengths  # the last token is never drafted
     assert {matches for _, _, matches in told} == {0}

@@ -152,7 +152,7 @@ def test_caches_hold_the_text_after_every_round(
 
 
 def test_the_draft_misses_what_it_never_fed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token behind a rejection, two behind a fully accepted draft, one more per round in which nobody drafts."""
+    """One token after a rejection, two after a fully accepted draft, one more per round in which nobody drafts."""
     target, draft = pair(agreement="full")
     rounds = _watch_rounds(monkeypatch)
     policy = ScriptedLengths([[3, 0], [0, 0], [0, 0], [1, 2], [2, 0]])
@@ -161,7 +161,7 @@ def test_the_draft_misses_what_it_never_fed(monkeypatch: pytest.MonkeyPatch) -> 
     assert missing == [[2, 1], [3, 2], [4, 3], [2, 2], [2, 1]]
 
 
-def test_the_draft_misses_one_token_behind_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draft_misses_one_token_after_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = pair(agreement="never")
     rounds = _watch_rounds(monkeypatch)
     output = speculative(target, draft, ragged_batch([4, 2]), hf_dsde.StaticPolicy(3), max_new_tokens=6)

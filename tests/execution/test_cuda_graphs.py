@@ -231,7 +231,7 @@ class TestCudaCapture:
         torch.testing.assert_close(replay.output.clone(), x @ x, rtol=1e-4, atol=1e-3)
 
     def test_a_recording_waits_for_what_its_inputs_are_made_of(self) -> None:
-        """Warming up runs on a stream of its own, behind everything asked for before."""
+        """Warming up runs on a stream of its own, after everything asked for before."""
         work = torch.randn(2048, 2048, device=CUDA)
         for _ in range(50):
             work = (work @ work).clamp_(-1, 1)

@@ -129,7 +129,7 @@ def test_a_round_waits_for_the_device_once(policy: str, do_sample: bool, monkeyp
     assert inside <= statistics.draft_steps
     assert waits.pop(PACKING, 0) <= (rounds if inside else 0)
     assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
-    waits.pop("elsewhere", None)  # `generate` itself, before and behind the rounds
+    waits.pop("elsewhere", None)  # `generate` itself, before and after the rounds
     assert set(waits) <= SETTING_UP, waits
     assert sum(waits.values()) <= MOST_SETTING_UP, waits
 

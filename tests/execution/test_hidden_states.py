@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from tiny_models import FAMILIES, PLAIN_NEEDS_FLOAT32, VOCABULARY, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -202,7 +202,7 @@ def test_replaying_again_does_not_change_what_was_returned() -> None:
         assert all(map(torch.equal, found, copies))
 
 
-def test_recordings_for_other_layers_are_others(recording: list[NotingCapture]) -> None:  # noqa: F811
+def test_recordings_for_other_layers_are_others(recording: list[NotingCapture]) -> None:
     """Calls with and without hidden states may follow each other over one cache."""
     model = tiny_model()
     for layers in ((), LAYERS, (1,), LAYERS, ()):
@@ -215,7 +215,7 @@ def test_recordings_for_other_layers_are_others(recording: list[NotingCapture]) 
 
 
 @pytest.mark.parametrize("name", ["fused", "recorded"])
-def test_a_second_call_records_nothing(name: str, recording: list[NotingCapture]) -> None:  # noqa: F811
+def test_a_second_call_records_nothing(name: str, recording: list[NotingCapture]) -> None:
     model, recorded = tiny_model(), []
     for _ in range(2):
         runner = runner_of(model, name)

@@ -126,8 +126,8 @@ def test_tokens_of_junk_columns_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(*outputs)
 
 
-def test_junk_behind_a_draft_does_not_matter() -> None:
-    """Rows of one round have drafts of different length; the columns behind the shorter ones are no tokens."""
+def test_junk_after_a_draft_does_not_matter() -> None:
+    """Rows of one round have drafts of different length; the columns after the shorter ones are no tokens."""
     model = tiny_model()
     for poison in (3, VOCABULARY - 1):
         runner = runner_of(model)
@@ -183,7 +183,7 @@ def test_cache_grows_in_the_middle_of_a_text(family: str) -> None:
     runner = runner_of(model, capacity=4, view_bucket=1)
     batch = texts()
     with runner.active(), torch.no_grad():
-        for end in range(1, 9):  # one token at a time, right-aligned: longer rows have more of them behind them
+        for end in range(1, 9):  # one token at a time, right-aligned: longer rows have more of them after them
             tokens, positions = prompts_of(batch)[:, end - 1 : end], torch.full((3, 1), end - 1)
             positions = positions.masked_fill(positions >= batch.lengths[:, None] - 1, -1)
             runner.forward(RowBlock(tokens, positions), longest=end)

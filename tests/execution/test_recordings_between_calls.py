@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from tiny_calls import config_of
-from tiny_models import noisy_copy, ragged_batch, tiny_model
+from tiny_models import fresh_pair, noisy_copy, ragged_batch, tiny_model
 from transformers import PreTrainedModel
 
 import hf_dsde
@@ -26,10 +26,7 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.recording_key import recording_key
 from hf_dsde.execution.workspaces import workspaces
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
-    pytest.mark.usefixtures("recording"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
 INPUTS = ragged_batch([3, 7, 1])
 NEW_TOKENS = 7
 Modes = {
@@ -56,15 +53,14 @@ def plain(target: PreTrainedModel) -> torch.Tensor:
     return target.generate(**INPUTS, max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
-def recorded_passes(recording: list[NotingCapture]) -> int:  # noqa: F811
+def recorded_passes(recording: list[NotingCapture]) -> int:
     return sum(capture.recorded for capture in recording)
 
 
 @pytest.mark.parametrize("policy", ["dsde", "goodput", "marginal_goodput", "tapout", "svip"])
 @pytest.mark.parametrize("order", ["inference plain inference no_grad", "plain inference no_grad"])
 def test_calls_in_any_mode_follow_calls_in_any_other(policy: str, order: str) -> None:
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     expected = plain(target)
     for round_, mode in enumerate(order.split()):
         with Modes[mode]():
@@ -79,8 +75,7 @@ def test_caches_that_grow_may_be_written_to_in_any_mode(monkeypatch: pytest.Monk
     monkeypatch.setattr("hf_dsde.integration.generation.RESERVED_NEW_TOKENS", 1)
     monkeypatch.setattr("hf_dsde.execution.graph_runner.CAPACITY_STEP", 8)
     monkeypatch.setattr("hf_dsde.execution.graph_runner.MIN_REACH", 8)
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     expected = plain(target)
     for mode in ("inference", "plain"):
         with Modes[mode]():
@@ -90,8 +85,7 @@ def test_caches_that_grow_may_be_written_to_in_any_mode(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("order", ["plain autocast plain", "autocast plain autocast"])
 def test_autocast_comes_and_goes(fused: bool, order: str) -> None:
-    target = tiny_model().float()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair().float()
     expected = {}
     for mode in set(order.split()):
         with Modes[mode]():
@@ -103,8 +97,7 @@ def test_autocast_comes_and_goes(fused: bool, order: str) -> None:
 
 @pytest.mark.parametrize("policy", ["goodput", "dsde"])
 def test_autocast_is_not_for_the_arithmetic_of_policies(policy: str) -> None:
-    target = tiny_model().float()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair().float()
     seen: list[torch.dtype] = []
 
     class Watching(type(hf_dsde.policies.create_policy(policy))):  # type: ignore[misc]
@@ -120,8 +113,7 @@ def test_autocast_is_not_for_the_arithmetic_of_policies(policy: str) -> None:
 
 def test_weights_that_autocast_has_cast_are_not_what_a_recording_reads() -> None:
     """They are gone with the outermost block, and old when the weights change."""
-    target = tiny_model().float()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair().float()
     other = tiny_model(seed=7).float()
     with Modes["autocast"]():
         target(**INPUTS)  # casts and keeps them
@@ -135,8 +127,7 @@ def test_weights_that_autocast_has_cast_are_not_what_a_recording_reads() -> None
 def test_a_model_that_accelerate_has_prepared_in_between() -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of other tests of this process
-    target = tiny_model().float()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair().float()
     bare = generate(target, draft)
     prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(target)
     expected = generate(target, draft, runner="eager")
@@ -176,8 +167,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_arithmetic_that_was_replaced_between_calls_is_seen(change: Callable[[PreTrainedModel], Any]) -> None:
-    target = tiny_model("phi3")
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair("phi3")
     before = plain(target)
     assert torch.equal(generate(target, draft), before)
     change(target)
@@ -187,8 +177,7 @@ def test_arithmetic_that_was_replaced_between_calls_is_seen(change: Callable[[Pr
 
 
 def test_arithmetic_that_was_replaced_on_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_model("phi3")
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair("phi3")
     generate(target, draft)
     kind = type(last_mlp(target))
     original = kind.forward
@@ -201,8 +190,7 @@ def test_arithmetic_that_was_replaced_on_a_class_is_seen(monkeypatch: pytest.Mon
 def test_arithmetic_that_was_replaced_in_a_modeling_file_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.phi3 import modeling_phi3
 
-    target = tiny_model("phi3")
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair("phi3")
     generate(target, draft)
     monkeypatch.setattr(modeling_phi3, "apply_rotary_pos_emb", lambda q, k, *_, **__: (k.repeat(1, 2, 1, 1) + q, k))
     assert torch.equal(generate(target, draft), plain(target))
@@ -223,9 +211,8 @@ class FakeLora(torch.nn.Module):
         return self.base_layer(x) + sum(added)
 
 
-def test_adapters_are_recorded_once_for_each_of_their_states(recording: list[NotingCapture]) -> None:  # noqa: F811
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+def test_adapters_are_recorded_once_for_each_of_their_states(recording: list[NotingCapture]) -> None:
+    target, draft = fresh_pair()
     mlp = last_mlp(target)
     adapter = mlp.down_proj = FakeLora(mlp.down_proj)
     for active, factor in ((["a"], 2.0), (["b"], 2.0), ([], 2.0), (["a"], -5.0)):
@@ -236,9 +223,8 @@ def test_adapters_are_recorded_once_for_each_of_their_states(recording: list[Not
             assert (recorded_passes(recording) == before) == (call == 1)
 
 
-def test_recordings_that_are_not_kept_leave_their_memory_to_the_next(recording: list[NotingCapture]) -> None:  # noqa: F811
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+def test_recordings_that_are_not_kept_leave_their_memory_to_the_next(recording: list[NotingCapture]) -> None:
+    target, draft = fresh_pair()
     scaled(last_mlp(target), -3.0)
     for _ in range(3):
         assert torch.equal(generate(target, draft, fused_layers=False), plain(target))
@@ -249,8 +235,7 @@ def test_recordings_that_are_not_kept_leave_their_memory_to_the_next(recording: 
 
 
 def test_no_function_or_model_is_kept_alive_by_a_key() -> None:
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     target.forward = types.MethodType(type(target).forward, target)
     key = recording_key(target)
     generate(target, draft)
@@ -262,8 +247,7 @@ def test_no_function_or_model_is_kept_alive_by_a_key() -> None:
 
 
 def test_fewer_passes_may_be_kept_than_were() -> None:
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
     generate(target, draft)
     assert len(workspaces._idle[target][0].passes) > 1
     generate(target, draft, max_graphs=1)
@@ -272,8 +256,7 @@ def test_fewer_passes_may_be_kept_than_were() -> None:
 
 class TestMemory:
     def test_nothing_stays_when_nothing_may(self) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         generate(target, draft)
         cache = weakref.ref(workspaces._idle[target][0].cache)
         assert torch.equal(generate(target, draft, keep_memory=False), plain(target))
@@ -284,8 +267,7 @@ class TestMemory:
 
     @pytest.mark.filterwarnings("ignore::hf_dsde.RunnerWarning")
     def test_training_frees_what_calls_have_kept(self) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         generate(target, draft)
         target.train()
         generate(target, draft)
@@ -304,8 +286,7 @@ class TestReasonsThatPass:
     @pytest.mark.filterwarnings("ignore::hf_dsde.RunnerWarning")
     @pytest.mark.parametrize("reason", ["train", "hook"])
     def test_and_is_recorded_again(self, reason: str) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         expected = plain(target)
         for _ in range(2):
             handle = None
@@ -322,8 +303,7 @@ class TestReasonsThatPass:
             assert isinstance(create_runner(target, 3, 16, RuntimeOptions()), GraphRunner)
 
     def test_each_is_told_once(self) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         with pytest.warns(RunnerWarning, match="training mode"):
             generate(target.train(), draft)
         handle = target.eval().register_forward_hook(lambda *_: None)
@@ -343,8 +323,7 @@ class TestReasonsThatPass:
     def test_memory_that_ran_out_while_recording_is_raised(
         self, failure: Exception, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
 
         def full(*_: Any) -> None:
             raise failure
@@ -359,12 +338,9 @@ class TestReasonsThatPass:
         assert workspaces._idle.get(target)
 
     def test_a_fused_pass_that_cannot_be_recorded_leaves_the_models_own(
-        self,
-        recording: list[NotingCapture],  # noqa: F811
-        monkeypatch: pytest.MonkeyPatch,
+        self, recording: list[NotingCapture], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target = tiny_model()
-        draft = noisy_copy(target, 0.05)
+        target, draft = fresh_pair()
         with monkeypatch.context() as patch:
 
             def broken(*_: Any) -> None:

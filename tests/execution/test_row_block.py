@@ -102,7 +102,7 @@ def test_buckets_are_few() -> None:
 
 
 @given(ragged_blocks())
-def test_a_packed_block_holds_the_tokens_of_all_rows_behind_each_other(block: RaggedBlock) -> None:
+def test_a_packed_block_holds_the_tokens_of_all_rows_one_after_another(block: RaggedBlock) -> None:
     check(block)
 
 

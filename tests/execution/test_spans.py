@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import NotingCapture, recording  # noqa: F401 - a fixture
+from recorded import NotingCapture
 from stored import store_texts
 from tiny_models import VOCABULARY, tiny_model
 
@@ -62,12 +62,7 @@ def test_groups_split_where_it_saves_enough_padding(counts: list[int], worth: in
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize(("chunk", "recorded"), [(8192, 1024), (8192, 4), (7, 1024), (7, 4)])
 def test_texts_of_all_lengths_are_stored_as_if_alone(
-    recording: list[NotingCapture],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    kind: str,
-    chunk: int,
-    recorded: int,
+    recording: list[NotingCapture], monkeypatch: pytest.MonkeyPatch, family: str, kind: str, chunk: int, recorded: int
 ) -> None:
     """Rows in groups of similar length, cut into chunks, replayed or not, and a second time over rows of a batch."""
     monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, split_saving=5, stored_sizes=(2, recorded)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import AGREEMENT, EOS, noisy_copy, ragged_batch, random_lengths, tiny_model
+from tiny_models import AGREEMENT, EOS, fresh_pair, noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
@@ -68,8 +68,7 @@ def test_greedy_text_is_that_of_plain_decoding(policy: str, family: str, agreeme
 
 @pytest.mark.parametrize("policy", ["random", "plain rounds in between"])
 def test_sampled_text_is_the_same_as_without(policy: str, under_way: list[bool], monkeypatch: Any) -> None:
-    target = tiny_model()
-    draft = noisy_copy(target, 0.05)
+    target, draft = fresh_pair()
 
     def sampled() -> torch.Tensor:
         torch.manual_seed(5)
@@ -80,7 +79,7 @@ def test_sampled_text_is_the_same_as_without(policy: str, under_way: list[bool],
     assert torch.equal(sampled(), text)
 
 
-def test_every_proposal_behind_a_proposal_finds_its_first_pass_under_way(under_way: list[bool]) -> None:
+def test_every_proposal_after_a_proposal_finds_its_first_pass_under_way(under_way: list[bool]) -> None:
     target = tiny_model()
     generate(target, noisy_copy(target, 0.05), "static", eos_token_id=None, pad_token_id=0)
     assert not under_way[0]

@@ -47,7 +47,7 @@ class BusyPolicy(StaticPolicy):
 
 
 class StopsInside(BusyPolicy):
-    """Lets all rows stop behind one to four tokens, by turns, and takes its time over each answer."""
+    """Lets all rows stop after one to four tokens, by turns, and takes its time over each answer."""
 
     def start(self, batch: BatchInfo) -> None:
         super().start(batch)

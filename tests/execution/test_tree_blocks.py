@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import recording  # noqa: F401 - a fixture
 from tiny_models import FAMILIES, PLAIN_NEEDS_FLOAT32, tiny_model
 from tiny_trees import LENGTHS, PARENTS, Trees
 from transformers import PreTrainedModel

@@ -219,10 +219,7 @@ def test_what_is_hooked_for_each_row_meets_its_row_also_after_others_have_ended(
         with steered(models[1], vectors) if hooked == "both" else nullcontext():
             plain = texts(stopping_criteria=ends)
             ours = texts(
-                stopping_criteria=ends,
-                assistant_model=assistant,
-                speculation_policy="static",
-                speculation_config=QUIET,
+                stopping_criteria=ends, assistant_model=assistant, speculation_policy="static", speculation_config=QUIET
             )
     assert ours == plain
 

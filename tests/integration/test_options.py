@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 from small_batch import ARGUMENTS, BATCH, draft, model, plain_text
 from tiny_policies import ScriptedLengths
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 import hf_dsde
 from hf_dsde import RuntimeOptions, SpeculationConfig

@@ -82,10 +82,7 @@ def cached(past: Callable[[], DynamicCache]) -> dict[str, Any]:
 
 CALLS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "beams": (lambda: {"num_beams": 3}, ("num_beams=3", "Use num_beams=1")),
-    "beams in a config": (
-        lambda: {"generation_config": GenerationConfig(num_beams=2)},
-        ("num_beams=2",),
-    ),
+    "beams in a config": (lambda: {"generation_config": GenerationConfig(num_beams=2)}, ("num_beams=2",)),
     "no assistant": (lambda: {"assistant_model": None}, ("assistant_model=None", "Pass assistant_model=")),
     "prompt lookup beside an assistant": (
         lambda: {"prompt_lookup_num_tokens": 3},
@@ -114,17 +111,14 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     ),
     "guidance": (lambda: {"guidance_scale": 1.5}, ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "Leave out")),
     "SynthID watermark": (
-        lambda: {
-            "watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3),
-            "do_sample": True,
-        },
+        lambda: {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3), "do_sample": True},
         ("SynthIDTextWatermarkLogitsProcessor",),
     ),
     "odd positions": (
         lambda: {"position_ids": torch.arange(6).expand(3, -1) + 1},
         ("position_ids", "Leave the argument out"),
     ),
-    "padding behind": (
+    "padding after": (
         lambda: {"attention_mask": torch.tensor([[1] * 6, [1] * 5 + [0], [1] * 4 + [0] * 2])},
         ("attention_mask: rows [1, 2]", "padding_side = 'left'"),
     ),
@@ -208,67 +202,29 @@ def test_heads_of_the_target_that_draft_are_a_second_way_of_drafting() -> None:
 # Models
 
 
-def mamba() -> PreTrainedModel:
-    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
-    return transformers.MambaForCausalLM(config)
+def made(kind: str, form: str = "ForCausalLM", **fields: Any) -> PreTrainedModel:
+    """A tiny model of a family that `tiny_models` does not have."""
+    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCABULARY, **fields)
+    return getattr(transformers, kind + form)(config)
 
 
-def t5() -> PreTrainedModel:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def bloom() -> PreTrainedModel:
-    return transformers.BloomForCausalLM(
-        transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
-    )
-
-
-def mpt() -> PreTrainedModel:
-    return transformers.MptForCausalLM(
-        transformers.MptConfig(vocab_size=VOCABULARY, d_model=16, n_layers=1, n_heads=2, max_seq_len=64)
-    )
-
-
-def falcon() -> PreTrainedModel:
-    return transformers.FalconForCausalLM(
-        transformers.FalconConfig(
-            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True
-        )
-    )
-
-
-def xlm() -> PreTrainedModel:
-    return transformers.XLMWithLMHeadModel(
-        transformers.XLMConfig(vocab_size=VOCABULARY, emb_dim=16, n_layers=1, n_heads=2, is_decoder=True)
-    )
-
-
-def bart() -> PreTrainedModel:
-    config = transformers.BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        decoder_layers=1,
-        decoder_attention_heads=2,
-        decoder_ffn_dim=16,
-        is_decoder=True,
-        is_encoder_decoder=False,
-    )
-    return transformers.BartForCausalLM(config)
-
-
-def gpt_neo() -> PreTrainedModel:
-    config = transformers.GPTNeoConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_layers=2,
-        num_heads=2,
-        attention_types=[[["global", "local"], 1]],
-        window_size=WINDOW,
-    )
-    return transformers.GPTNeoForCausalLM(config)
+mamba = partial(made, "Mamba", hidden_size=16, num_hidden_layers=1, state_size=4)
+t5 = partial(
+    made, "T5", "ForConditionalGeneration", d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+    decoder_start_token_id=0,
+)  # fmt: skip
+bloom = partial(made, "Bloom", hidden_size=16, n_layer=1, n_head=2)
+mpt = partial(made, "Mpt", d_model=16, n_layers=1, n_heads=2, max_seq_len=64)
+falcon = partial(made, "Falcon", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
+xlm = partial(made, "XLM", "WithLMHeadModel", emb_dim=16, n_layers=1, n_heads=2, is_decoder=True)
+bart = partial(
+    made, "Bart", d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, is_decoder=True,
+    is_encoder_decoder=False,
+)  # fmt: skip
+gpt_neo = partial(
+    made, "GPTNeo", hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+    window_size=WINDOW,
+)  # fmt: skip
 
 
 def llama_with(**fields: Any) -> PreTrainedModel:
@@ -426,16 +382,8 @@ def test_a_custom_decoding_method_refuses_the_same(arguments: dict[str, Any], pa
     never_enabled.register_forward_pre_hook(fails_when_called)
     with pytest.raises(ValueError, match=part):
         never_enabled.generate(
-            **BATCH,
-            **arguments,
-            max_new_tokens=3,
-            custom_generate=partial(hf_dsde.generate, assistant_model=draft()),
+            **BATCH, **arguments, max_new_tokens=3, custom_generate=partial(hf_dsde.generate, assistant_model=draft())
         )
-
-
-def test_a_custom_decoding_method_refuses_models_too() -> None:
-    with pytest.raises(ValueError, match=r"assistant_model \(MambaForCausalLM\)"):
-        target().generate(**BATCH, max_new_tokens=3, custom_generate=partial(hf_dsde.generate, assistant_model=mamba()))
 
 
 def test_a_streamer_for_one_sequence_is_refused_before_anything_runs() -> None:
@@ -447,3 +395,8 @@ def test_a_streamer_for_one_sequence_is_refused_before_anything_runs() -> None:
             pass
 
     assert "streamer: Single" in message_of(streamer=Single())
+
+
+def test_a_custom_decoding_method_refuses_models_too() -> None:
+    with pytest.raises(ValueError, match=r"assistant_model \(MambaForCausalLM\)"):
+        target().generate(**BATCH, max_new_tokens=3, custom_generate=partial(hf_dsde.generate, assistant_model=mamba()))

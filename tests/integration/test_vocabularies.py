@@ -38,8 +38,7 @@ def serves(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> bo
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [((), ("<a>",)), (("<a>",), ()), (("<a>", "<b>"), ("<a>",)), (("<a>",), ("<a>",))],
+    ("ours", "theirs"), [((), ("<a>",)), (("<a>",), ()), (("<a>", "<b>"), ("<a>",)), (("<a>",), ("<a>",))]
 )
 def test_an_id_that_one_tokenizer_alone_names_has_one_meaning(ours: tuple[str, ...], theirs: tuple[str, ...]) -> None:
     assert serves(own_tokenizer(*ours), own_tokenizer(*theirs))
@@ -135,11 +134,7 @@ def test_the_way_out_that_is_named_exists_in_every_way_to_generate(
         generator = BatchGenerator(target, right, assistant_model=assistant, max_new_tokens=2, **tokenizers)
         assert [result.error for result in generator.stream([[5, 6]])] == [None]
 
-    ways = (
-        partial(target.generate, **CALL, assistant_model=assistant),
-        custom,
-        batch,
-    )
+    ways = (partial(target.generate, **CALL, assistant_model=assistant), custom, batch)
     for way in ways:
         with pytest.raises(ValueError, match="pass assistant_tokenizer to `generate` or `BatchGenerator`"):
             way()

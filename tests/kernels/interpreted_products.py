@@ -10,14 +10,7 @@ from interpreting import loops_with_new_numpy  # noqa: F401 - a fixture
 from kernel_cases import PRODUCT_CASES, ProductCase, make_products, rounded_gated, slow_linear
 
 from hf_dsde.kernels import elementwise as kernels
-from hf_dsde.kernels.linear import (
-    MOST_TOKENS,
-    SkinnyPlan,
-    launch_gated,
-    launch_linears,
-    pays,
-    plan_product,
-)
+from hf_dsde.kernels.linear import MOST_TOKENS, SkinnyPlan, launch_gated, launch_linears, pays, plan_product
 from hf_dsde.utils import tuning
 from hf_dsde.utils.tuning import HOPPER, SAFE
 

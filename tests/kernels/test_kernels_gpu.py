@@ -224,13 +224,7 @@ def test_a_cache_of_more_than_two_to_the_31_elements(kernels):
 
 @pytest.mark.parametrize(
     ("rows", "dim", "dtype"),
-    [
-        (1, 4096, BFLOAT16),
-        (7, 5120, BFLOAT16),
-        (3, 576, BFLOAT16),
-        (2000, 128, BFLOAT16),
-        (64, 1536, FLOAT32),
-    ],
+    [(1, 4096, BFLOAT16), (7, 5120, BFLOAT16), (3, 576, BFLOAT16), (2000, 128, BFLOAT16), (64, 1536, FLOAT32)],
     ids=str,
 )
 def test_norms_and_products_are_those_of_plain_torch(kernels, rows, dim, dtype):

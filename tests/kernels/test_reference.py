@@ -17,9 +17,7 @@ from kernel_cases import (
     slow_linear,
     slow_nucleus,
 )
-from kernel_cases import (
-    slow_attention as slow_attention_of,
-)
+from kernel_cases import slow_attention as slow_attention_of
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import recording  # noqa: F401 - a fixture
 from tiny_calls import config_of
-from tiny_models import noisy_copy, ragged_batch, tiny_model
+from tiny_models import fresh_pair, noisy_copy, ragged_batch, tiny_model
+from transformers import PreTrainedModel
 
 import hf_dsde
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
@@ -30,7 +30,7 @@ def given_costs() -> None:
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 
-def test_a_curve_is_linear_between_its_points_flat_before_and_goes_on_behind() -> None:
+def test_a_curve_is_linear_between_its_points_flat_before_and_goes_on_after() -> None:
     curve = CostCurve((1, 5, 9), (1.0, 2.0, 4.0))
     assert [curve.at(count) for count in (1, 3, 5, 6, 9, 11)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 4.0, 5.0])
     assert CostCurve((4, 8), (1.0, 2.0)).at(1) == 1.0
@@ -49,7 +49,7 @@ def test_points_that_make_no_curve_are_refused(counts: tuple[int, ...], seconds:
         CostCurve(counts, seconds)
 
 
-def test_a_round_costs_its_draft_steps_its_pass_and_what_is_besides() -> None:
+def test_a_round_costs_its_draft_steps_its_pass_and_what_comes_in_addition() -> None:
     costs = BatchCosts(0.25, CostCurve((1, 5), (1.0, 1.4)), overhead=0.1)
     assert costs.round_seconds(0) == pytest.approx(1.1)
     assert costs.round_seconds(4) == pytest.approx(4 * 0.25 + 1.4 + 0.1)
@@ -168,9 +168,7 @@ def test_what_was_learnt_carries_over_to_a_smaller_batch() -> None:
     assert live.current.verify.at(3) == pytest.approx(0.95 * 2 * 1.1, rel=0.02)
 
 
-@given(
-    timings=st.lists(st.tuples(st.integers(0, 12), st.floats(1e-6, 1e3), st.floats(1e-6, 1e3)), max_size=30),
-)
+@given(timings=st.lists(st.tuples(st.integers(0, 12), st.floats(1e-6, 1e3), st.floats(1e-6, 1e3)), max_size=30))
 def test_whatever_is_observed_costs_stay_positive_and_finite(timings: list[tuple[int, float, float]]) -> None:
     live = LiveCosts(CostModel.relative(0.1, [1.0, 1.1, 1.2]), rows=1)
     for steps, draft, verify in timings:
@@ -195,19 +193,24 @@ class Costly(StoppingPolicy):
         return torch.full((self.rows,), 2)
 
 
+def generate(target: PreTrainedModel, draft: PreTrainedModel, policy: StoppingPolicy, **call: Any) -> torch.Tensor:
+    """A short greedy call over two prompts, unless `call` says otherwise."""
+    hf_dsde.enable(target)
+    arguments = {**ragged_batch((3, 5), seed=0), "max_new_tokens": 12, "do_sample": False, **call}
+    return target.generate(**arguments, assistant_model=draft, speculation_policy=policy)
+
+
 def test_the_loop_measures_costs_once_per_pair_and_batch_and_follows_its_rounds() -> None:
-    target = hf_dsde.enable(tiny_model("llama"))
-    draft = noisy_copy(target, 0.1)
+    target, draft = fresh_pair(noise=0.1)
     policy = Costly()
-    inputs = ragged_batch((3, 5), seed=0)
     assert remembered_costs(target, draft) is None
-    target.generate(**inputs, assistant_model=draft, speculation_policy=policy, max_new_tokens=12, do_sample=False)
+    generate(target, draft, policy)
     assert policy.costs is not None
     learnt = policy.costs.learnt
     assert list(learnt.batches) == [2]
     assert learnt.at(2) != policy.at_start  # rounds have moved them
     assert remembered_costs(target, draft) == learnt
-    target.generate(**inputs, assistant_model=draft, speculation_policy=policy, max_new_tokens=12, do_sample=False)
+    generate(target, draft, policy)
     assert policy.at_start == learnt.at(2)  # the second call went on from there
 
 
@@ -224,23 +227,16 @@ def test_costs_are_measured_again_when_passes_are_run_otherwise(change: str, req
 
     request.getfixturevalue("monkeypatch").setattr(cost_measurement, "pass_seconds", pass_seconds)
 
-    def generate() -> int:
+    def measured() -> int:
         before = len(timed)
-        target.generate(
-            **ragged_batch((3, 5), seed=0),
-            assistant_model=draft,
-            speculation_policy=Costly(),
-            speculation_config=config_of(**settings),
-            max_new_tokens=3,
-            do_sample=False,
-        )
+        generate(target, draft, Costly(), speculation_config=config_of(**settings), max_new_tokens=3)
         return len(timed) - before
 
     if change == "own forward":
         request.getfixturevalue("recording")
         settings["runner"] = "graph"
-    assert generate() > 0
-    assert generate() == 0
+    assert measured() > 0
+    assert measured() == 0
     with contextlib.ExitStack() as stack:
         if change == "dtype":
             target.double()
@@ -252,19 +248,16 @@ def test_costs_are_measured_again_when_passes_are_run_otherwise(change: str, req
             settings["runner"] = "graph"
         else:
             settings["fused_layers"] = False
-        assert generate() > 0
-        assert generate() == 0
+        assert measured() > 0
+        assert measured() == 0
 
 
 def test_methods_of_a_benchmark_do_not_learn_from_each_other() -> None:
-    target = hf_dsde.enable(tiny_model("llama"))
-    draft = noisy_copy(target, 0.1)
+    target, draft = fresh_pair(noise=0.1)
     policy = Costly()
 
     def call() -> CostModel | None:
-        target.generate(
-            **ragged_batch((3, 5)), assistant_model=draft, speculation_policy=policy, max_new_tokens=3, do_sample=False
-        )
+        generate(target, draft, policy, max_new_tokens=3)
         return remembered_costs(target, draft)
 
     first, second = cost_measurement.CostMemory(), cost_measurement.CostMemory()
@@ -279,33 +272,21 @@ def test_methods_of_a_benchmark_do_not_learn_from_each_other() -> None:
 
 
 def test_costs_of_the_config_are_taken_as_they_are() -> None:
-    target = hf_dsde.enable(tiny_model("llama"))
-    draft = noisy_copy(target, 0.1)
+    target, draft = fresh_pair(noise=0.1)
     policy = Costly()
     given_costs = CostModel.relative(0.5, [1.0, 1.5], rows=2)
-    target.generate(
-        **ragged_batch((3, 5), seed=0),
-        assistant_model=draft,
-        speculation_policy=policy,
-        speculation_config=hf_dsde.SpeculationConfig(costs=given_costs.to_dict(), refresh_costs=False),
-        max_new_tokens=12,
-        do_sample=False,
-    )
+    config = hf_dsde.SpeculationConfig(costs=given_costs.to_dict(), refresh_costs=False)
+    generate(target, draft, policy, speculation_config=config)
     assert policy.costs is not None
     assert policy.costs.current == given_costs.at(2)
     assert remembered_costs(target, draft) is None
 
 
 def test_measuring_leaves_the_text_as_it_is() -> None:
-    target = tiny_model("llama")
-    draft = noisy_copy(target, 0.1)
+    target, draft = fresh_pair("llama", noise=0.1)
     inputs = ragged_batch((3, 9, 1), seed=0)
     plain = target.generate(**inputs, max_new_tokens=20, do_sample=False)
-    hf_dsde.enable(target)
-    text = target.generate(
-        **inputs, assistant_model=draft, speculation_policy=Costly(), max_new_tokens=20, do_sample=False
-    )
-    assert torch.equal(text, plain)
+    assert torch.equal(generate(target, draft, Costly(), **inputs, max_new_tokens=20), plain)
 
 
 def test_a_batch_that_shrinks_finds_out_that_wider_passes_have_become_cheap() -> None:

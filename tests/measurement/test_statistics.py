@@ -37,20 +37,27 @@ Block = tuple[int, int, int]
 """drafted, accepted, emitted"""
 
 
-def record(rounds: Sequence[Sequence[Block | None]], times: Times | None = None) -> StatisticsRecorder:
+def record(
+    rounds: Sequence[Sequence[Block | None]],
+    times: Times | Sequence[Times] | None = None,
+    packed_tokens: int | None = None,
+) -> StatisticsRecorder:
     """A recorder fed with one block per round and row; None is a row that is not active."""
     recorder = StatisticsRecorder(len(rounds[0]), "fixed")
-    for blocks in rounds:
+    for number, blocks in enumerate(rounds):
         entries = [block or (0, 0, 0) for block in blocks]
         width = max(entry[0] for entry in entries)
+        drafted, accepted, emitted = zip(*entries, strict=True)
+        of_round = times[number] if isinstance(times, Sequence) else times
         recorder.record_round(
-            drafted=[entry[0] for entry in entries],
-            accepted=[entry[1] for entry in entries],
-            emitted=[entry[2] for entry in entries],
+            drafted=drafted,
+            accepted=accepted,
+            emitted=emitted,
             active=[block is not None for block in blocks],
             draft_steps=width,
             pass_width=width + 1,
-            times=times or Times(draft=width * 1.0, verify=4.0, bookkeeping=1.0),
+            packed_tokens=packed_tokens,
+            times=of_round or Times(draft=width * 1.0, verify=4.0, bookkeeping=1.0),
         )
     return recorder
 
@@ -166,20 +173,22 @@ def test_every_column_of_a_target_pass_is_real_or_padding_or_idle(
         assert r.idle >= 0
 
 
-def test_padding_and_idle_columns_by_hand() -> None:
-    recorder = StatisticsRecorder(3, "fixed")
-    recorder.record_round(
-        drafted=[4, 1, 0],
-        accepted=[4, 0, 0],
-        emitted=[5, 1, 0],
-        active=[True, True, False],
-        draft_steps=4,
-        pass_width=6,
-        times=Times(),
-    )
-    statistics = recorder.finish([5, 1, 0])
-    assert statistics.padding == (6 - 5) + (6 - 2)
-    assert statistics.idle == 6
+PACKED = [[(4, 2, 3), None, (0, 0, 1), (2, 2, 1)]]
+
+
+def test_padding_of_a_packed_round_is_what_the_bucket_adds() -> None:
+    """5 + 1 + 3 tokens of three active rows, in a pass of 16; the row that has finished has no columns."""
+    statistics = record(PACKED, packed_tokens=16).finish([3, 0, 1, 1])
+    [entry] = statistics.rounds
+    assert (entry.packed_tokens, entry.padding, entry.idle) == (16, 7, 0)
+    assert (entry.drafted, entry.past_end) == (5, 1)
+    assert statistics.to_dict()["by_round"]["packed_tokens"] == [16]
+    assert statistics.padding == 7
+
+
+def test_padding_of_the_same_round_padded() -> None:
+    [entry] = record(PACKED).finish([3, 0, 1, 1]).rounds
+    assert (entry.packed_tokens, entry.padding, entry.idle) == (None, 3 * 5 - 9, 5)
 
 
 def test_draft_that_always_agrees_has_acceptance_rate_one_although_the_text_ends_inside_a_block() -> None:
@@ -234,20 +243,10 @@ def test_number_of_output_lengths_must_be_the_number_of_rows() -> None:
         record([[(2, 1, 2)]]).finish([2, 0])
 
 
-def timed(rounds: Sequence[tuple[int, int, Times]], length: int | None = None) -> SpeculationStatistics:
+def timed(rounds: Sequence[tuple[int, int, Times]]) -> SpeculationStatistics:
     """One row; each round is its drafted and accepted tokens and its times."""
-    recorder = StatisticsRecorder(1, "fixed")
-    for drafted, accepted, times in rounds:
-        recorder.record_round(
-            drafted=[drafted],
-            accepted=[accepted],
-            emitted=[accepted + 1],
-            active=[True],
-            draft_steps=drafted,
-            pass_width=drafted + 1,
-            times=times,
-        )
-    return recorder.finish([sum(a + 1 for _, a, _ in rounds) if length is None else length])
+    blocks = [[(drafted, accepted, accepted + 1)] for drafted, accepted, _ in rounds]
+    return record(blocks, [times for *_, times in rounds]).finish([sum(a + 1 for _, a, _ in rounds)])
 
 
 def test_predicted_speedup_by_hand() -> None:
@@ -264,28 +263,8 @@ def test_predicted_speedup_by_hand() -> None:
 
 def test_predicted_speedup_counts_steps_to_the_end_of_the_longest_row() -> None:
     plain, speculative = Times(verify=10.0), Times(draft=2.0, verify=10.0)
-    recorder = StatisticsRecorder(2, "fixed")
-    recorder.record_round(
-        drafted=[0, 0],
-        accepted=[0, 0],
-        emitted=[1, 1],
-        active=[True, True],
-        draft_steps=0,
-        pass_width=1,
-        times=plain,
-    )
-    for active, accepted in [([True, True], [2, 0]), ([False, True], [0, 0]), ([False, True], [0, 0])]:
-        drafted = [2 if a else 0 for a in active]
-        recorder.record_round(
-            drafted=drafted,
-            accepted=accepted,
-            emitted=[a + 1 if alive else 0 for a, alive in zip(accepted, active, strict=True)],
-            active=active,
-            draft_steps=2,
-            pass_width=3,
-            times=speculative,
-        )
-    statistics = recorder.finish([4, 4])
+    rounds = [[(0, 0, 1), (0, 0, 1)], [(2, 2, 3), (2, 0, 1)], [None, (2, 0, 1)], [None, (2, 0, 1)]]
+    statistics = record(rounds, [plain, *[speculative] * 3]).finish([4, 4])
     assert statistics.predicted_speedup == pytest.approx(4 * 10 / (10 + 3 * 12))
     credit_for_the_early_row = (1 + 2 + 1 + 1) * 10 / (10 + 3 * 12)
     assert credit_for_the_early_row > 1.0 > (statistics.predicted_speedup or 0.0)

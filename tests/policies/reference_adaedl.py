@@ -22,7 +22,7 @@ class ReferenceRow:
     rate: float = 0.0
 
     def is_unsure(self, probabilities: list[float]) -> bool:
-        """Whether drafting ends behind a token of this distribution."""
+        """Whether drafting ends after a token of this distribution."""
         return 1 - math.sqrt(self.gamma * entropy(probabilities)) < self.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:

@@ -10,20 +10,16 @@ import reference_batch_table as reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_calls import starter
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import BatchCosts, CostCurve
-from hf_dsde.policies import BatchInfo, BatchTablePolicy, RoundOutcome, batch_table
+from hf_dsde.policies import BatchTablePolicy, RoundOutcome, batch_table
 from hf_dsde.policies.batch_table import DEFAULT_TABLE, best_length, survival_probabilities
 
+started = starter(BatchTablePolicy)
 tables = st.dictionaries(st.integers(1, 200), st.integers(0, 12), min_size=1, max_size=6)
 rounds_of_a_profile = st.lists(st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))))
-
-
-def started(rows: int, table: dict[Any, int] | None = None, max_draft_length: int = 32) -> BatchTablePolicy:
-    policy = BatchTablePolicy(table)
-    policy.start(BatchInfo(rows, torch.device("cpu"), 100, max_draft_length, 1000))
-    return policy
 
 
 def outcome(active: list[bool]) -> RoundOutcome:
@@ -35,7 +31,7 @@ class TestLookUp:
     @pytest.mark.parametrize(("rows", "length"), [(1, 5), (2, 5), (3, 3), (8, 3), (15, 3), (16, 2), (32, 2), (500, 2)])
     def test_nearest_size_by_ratio_the_larger_of_two(self, rows: int, length: int) -> None:
         # The root of 1 * 8 is 2.83; that of 8 * 32 is 16, as far from 8 as from 32.
-        assert started(rows, {1: 5, 8: 3, 32: 2}).draft_lengths().tolist() == [length] * rows
+        assert started(rows, table={1: 5, 8: 3, 32: 2}).draft_lengths().tolist() == [length] * rows
 
     @given(table=tables)
     def test_is_the_references_at_every_size(self, table: dict[int, int]) -> None:
@@ -59,15 +55,15 @@ class TestLookUp:
         assert BatchTablePolicy(table).lengths_at(sizes).tolist() != expected
 
     def test_the_loops_limit_holds(self) -> None:
-        assert started(2, {1: 9}, max_draft_length=4).draft_lengths().tolist() == [4, 4]
+        assert started(2, table={1: 9}, max_draft_length=4).draft_lengths().tolist() == [4, 4]
 
     def test_zero_decodes_without_drafts(self) -> None:
-        assert started(3, {1: 4, 3: 0}).draft_lengths().tolist() == [0, 0, 0]
+        assert started(3, table={1: 4, 3: 0}).draft_lengths().tolist() == [0, 0, 0]
 
 
 class TestShrinkingBatch:
     def test_rows_that_finish_make_the_batch_smaller(self) -> None:
-        policy = started(4, {1: 6, 4: 2})
+        policy = started(4, table={1: 6, 4: 2})
         assert policy.draft_lengths().tolist() == [2] * 4
         policy.observe(outcome([True, False, True, True]))
         assert policy.draft_lengths().tolist() == [2] * 4
@@ -75,7 +71,7 @@ class TestShrinkingBatch:
         assert policy.draft_lengths().tolist() == [6] * 4
 
     def test_rows_leave_and_join(self) -> None:
-        policy = started(4, {1: 6, 4: 2})
+        policy = started(4, table={1: 6, 4: 2})
         policy.observe(outcome([True, False, False, False]))
         policy.select_rows(torch.tensor([0, -1, -1, -1, -1]))
         assert policy.draft_lengths().tolist() == [2] * 5
@@ -83,7 +79,7 @@ class TestShrinkingBatch:
         assert policy.draft_lengths().tolist() == [6]
 
     def test_when_all_have_finished_the_answer_is_still_a_length(self) -> None:
-        policy = started(2, {1: 6, 4: 2})
+        policy = started(2, table={1: 6, 4: 2})
         policy.observe(outcome([False, False]))
         assert policy.draft_lengths().tolist() == [6, 6]
 
@@ -200,13 +196,3 @@ class TestBestLength:
     def test_impossible_chances_are_refused(self, survival: tuple[float, ...]) -> None:
         with pytest.raises(ValueError, match="`survival` is"):
             best_length(survival, costs(0.1, [1.0, 1.1, 1.2]))
-
-
-def test_use_before_start_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"before `start\(batch\)`"):
-        BatchTablePolicy().draft_lengths()
-
-
-def test_needs_no_signal_and_never_stops_inside_a_round() -> None:
-    assert BatchTablePolicy().requires == frozenset()
-    assert not BatchTablePolicy().stops_inside_round

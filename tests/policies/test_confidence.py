@@ -13,21 +13,18 @@ import reference_confidence as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_calls import check_refused, starter
 from transformers.generation import candidate_generator
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
-from hf_dsde.policies import BatchInfo, ConfidencePolicy, DraftStep, RoundOutcome, Signal
+from hf_dsde.policies import ConfidencePolicy, DraftStep, RoundOutcome, Signal
+
+started = starter(ConfidencePolicy)
 
 # Few distinct values, so that samples of equal confidence and thresholds of equal cost are common.
 confidences = st.sampled_from([0.05, 0.125, 0.25, 0.375, 0.5, 0.75, 0.875, 1.0])
 rounds_of_a_row = st.lists(st.tuples(st.lists(confidences, max_size=5), st.floats(0, 1)), min_size=1, max_size=12)
-
-
-def started(rows: int = 1, max_draft_length: int = 32, **arguments: Any) -> ConfidencePolicy:
-    policy = ConfidencePolicy(**arguments)
-    policy.start(BatchInfo(rows, torch.device("cpu"), 100, max_draft_length, 1000))
-    return policy
 
 
 def outcome(scores: list[list[float]], accepted: list[int], active: list[bool] | None = None) -> RoundOutcome:
@@ -67,22 +64,12 @@ class TestStopping:
         assert started(max_draft_length=6).draft_lengths().tolist() == [6]
         assert started(num_draft_tokens=3).draft_lengths().tolist() == [3]
 
-    def test_is_asked_after_every_token(self) -> None:
-        assert started().stops_inside_round
-
 
 class TestAdaptation:
     def test_needs_more_than_five_samples_of_both_outcomes(self) -> None:
         policy = started(rows=3)
         policy.observe(outcome([[0.9] * 5, [0.9] * 6, [0.9, 0.8, 0.9, 0.9, 0.9, 0.2]], [4, 6, 5]))
         assert policy.thresholds.tolist() == pytest.approx([0.4, 0.4, 0.8])
-
-    def test_positions_after_the_first_mismatch_are_not_samples(self) -> None:
-        policy = started()
-        policy.observe(outcome([[0.9, 0.3, 0.9, 0.9, 0.9, 0.9, 0.9]], [1]))
-        assert policy._rows.filled.tolist() == [2]
-        assert policy._rows.confidence[0, -2:].tolist() == pytest.approx([0.9, 0.3])
-        assert policy._rows.matched[0, -2:].tolist() == [True, False]
 
     def test_missing_a_match_costs_three_wasted_tokens(self) -> None:
         policy = started()
@@ -94,16 +81,10 @@ class TestAdaptation:
             reference.best_threshold([1, 1, 1, 0, 0, 0, 1, 0], [0.9, 0.9, 0.9, 0.5, 0.5, 0.5, 0.3, 0.3])
         )
 
-    def test_rows_adapt_alone(self) -> None:
-        policy = started(rows=2)
-        policy.observe(outcome([[0.9, 0.8, 0.9, 0.9, 0.9, 0.2], []], [5, 0]))
-        assert policy.thresholds.tolist() == pytest.approx([0.8, 0.4])
-
     def test_finished_rows_stay(self) -> None:
         policy = started()
         policy.observe(outcome([[0.9, 0.8, 0.9, 0.9, 0.9, 0.2]], [5], [False]))
         assert policy.thresholds.tolist() == pytest.approx([0.4])
-        assert policy._rows.filled.tolist() == [0]
 
     def test_can_be_switched_off(self) -> None:
         policy = started(adapt=False)
@@ -173,14 +154,6 @@ def test_follows_transformers_own_update(seed: int, monkeypatch: pytest.MonkeyPa
             assert both[0] == pytest.approx(both[1], abs=1e-12)
 
 
-def test_history_forgets_the_oldest() -> None:
-    policy = started(history=6)
-    policy.observe(outcome([[0.9, 0.8, 0.9, 0.9, 0.9, 0.2]], [5]))
-    policy.observe(outcome([[0.5, 0.6, 0.7]], [2]))
-    assert policy._rows.confidence[0].tolist() == pytest.approx([0.9, 0.9, 0.2, 0.5, 0.6, 0.7])
-    assert policy._rows.filled.tolist() == [6]
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "fragment"),
     [
@@ -192,6 +165,4 @@ def test_history_forgets_the_oldest() -> None:
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], fragment: str) -> None:
-    with pytest.raises(error) as caught:
-        ConfidencePolicy(**arguments)
-    assert fragment in str(caught.value)
+    check_refused(ConfidencePolicy, arguments, error, fragment)

@@ -9,23 +9,15 @@ from typing import Any
 import pytest
 import reference_dsde as reference
 import torch
+from policy_calls import check_refused, start, starter
 
 from hf_dsde import signals
-from hf_dsde.policies import BatchInfo, DSDEStoppingPolicy, RoundOutcome, Signal
+from hf_dsde.policies import DSDEStoppingPolicy, RoundOutcome, Signal
 
 MAX_DRAFT_LENGTH = 32
+started = starter(DSDEStoppingPolicy)
 RELATIVE_AGREEMENT = 2e-5
 """How closely float32 lengths must follow the float64 reference before rounding up; 3.4e-6 was the worst of 69,400."""
-
-
-def batch(rows: int, max_draft_length: int = MAX_DRAFT_LENGTH) -> BatchInfo:
-    return BatchInfo(rows, torch.device("cpu"), 100, max_draft_length, 1000)
-
-
-def started(rows: int = 1, max_draft_length: int = MAX_DRAFT_LENGTH, **arguments: Any) -> DSDEStoppingPolicy:
-    policy = DSDEStoppingPolicy(**arguments)
-    policy.start(batch(rows, max_draft_length))
-    return policy
 
 
 def outcome(
@@ -67,7 +59,7 @@ def disagreement(
 ) -> str | None:
     """The first difference between policy and reference over random rounds, None when there is none."""
     generator = torch.Generator().manual_seed(seed)
-    policy.start(batch(rows))
+    start(policy, rows)
     expected = reference.ReferenceDSDE(rows, constants)
     alive = [True] * rows
     undecided = 0
@@ -228,8 +220,8 @@ def test_the_reference_catches_mutants(mutant: Callable[..., DSDEStoppingPolicy]
 
 def fill_window(policy: DSDEStoppingPolicy, window: list[float], accepted: int = 5) -> None:
     """Feed one row its window in rounds of five."""
-    for start in range(0, len(window), 5):
-        policy.observe(outcome([5], [accepted if start == 0 else 0], [window[start : start + 5]]))
+    for first in range(0, len(window), 5):
+        policy.observe(outcome([5], [accepted if first == 0 else 0], [window[first : first + 5]]))
 
 
 @pytest.mark.parametrize(("decay", "ratio"), [(0.85, 0.953065117), (0.9, 0.941471498)])
@@ -246,39 +238,11 @@ def test_worked_example(decay: float, ratio: float) -> None:
 
 
 class TestCalibration:
-    def test_starts_at_five_and_doubles_on_full_acceptance_only(self) -> None:
-        policy = started()
-        assert policy.draft_lengths().tolist() == [5]
-        policy.observe(outcome([5], [4], [[0.1] * 5]))
-        assert policy.draft_lengths().tolist() == [5]
-        policy.observe(outcome([5], [5], [[0.1] * 5]))
-        assert policy.draft_lengths().tolist() == [10]
-
-    def test_a_draft_cut_short_by_the_loop_does_not_double(self) -> None:
-        policy = started()
-        policy.observe(outcome([3], [3], [[0.1] * 3]))
-        assert policy.draft_lengths().tolist() == [5]
-
     @pytest.mark.parametrize(("sl_max", "loop"), [(7, 32), (None, 7)])
     def test_stays_under_both_ceilings(self, sl_max: int | None, loop: int) -> None:
         policy = started(sl_max=sl_max, max_draft_length=loop)
         policy.observe(outcome([5], [5], [[0.1] * 5]))
         assert policy.draft_lengths().tolist() == [7]
-
-    def test_lasts_until_the_window_is_full(self) -> None:
-        policy = started()
-        for _ in range(5):
-            policy.observe(outcome([5], [2], [[0.1, 0.2, 0.1, 0.3, 0.2]]))
-            assert policy.calibrating.tolist() == [True]
-        policy.observe(outcome([5], [2], [[0.1, 0.2, 0.1, 0.3, 0.2]]))
-        assert policy.calibrating.tolist() == [False]
-
-    def test_its_bounds_stay_fixed_afterwards(self) -> None:
-        policy = started()
-        fill_window(policy, [0.1, 0.2, 0.1, 0.3, 0.2] * 6)
-        before = policy._bounds()
-        policy.observe(outcome([5], [5], [[3.0] * 5]))
-        torch.testing.assert_close(policy._bounds(), before)
 
     def test_sl_max_follows_equation_1(self) -> None:
         policy = started()
@@ -298,41 +262,17 @@ class TestCalibration:
 
 
 class TestHeldCalibration:
-    def test_stays_at_sl_min_however_much_is_accepted(self) -> None:
-        policy = started(warmup="hold")
-        for _ in range(14):
-            assert policy.draft_lengths().tolist() == [2]
-            policy.observe(outcome([2], [2], [[0.0] * 2]))
-        assert policy.calibrating.tolist() == [True]
-
     def test_sl_min_is_the_variants(self) -> None:
         assert started(warmup="hold", variant="reference").draft_lengths().tolist() == [6]
         assert started(warmup="hold", sl_min=3).draft_lengths().tolist() == [3]
         assert started(warmup="hold", max_draft_length=1).draft_lengths().tolist() == [1]
-
-    def test_a_given_length_is_held_instead(self) -> None:
-        policy = started(warmup="hold", initial_length=7)
-        policy.observe(outcome([7], [7], [[0.1] * 7]))
-        assert policy.draft_lengths().tolist() == [7]
-
-    def test_bounds_later_lengths_by_twice_the_held_one(self) -> None:
-        """SL_A,max cannot exceed the length held, and mean / max cannot exceed 1 (Eq. 1)."""
-        policy = started(warmup="hold")
-        for _ in range(15):
-            policy.observe(outcome([2], [2], [[1e-6] * 2]))
-        assert policy.calibrating.tolist() == [False]
-        assert policy.draft_lengths().tolist() == [4]
 
 
 class TestDirection:
     def both(self, kld: float, reverse_kld: float) -> RoundOutcome:
         whole = torch.full((1, 5), 1.0)
         return RoundOutcome(
-            torch.tensor([5]),
-            torch.tensor([3]),
-            torch.tensor([True]),
-            kld=kld * whole,
-            reverse_kld=reverse_kld * whole,
+            torch.tensor([5]), torch.tensor([3]), torch.tensor([True]), kld=kld * whole, reverse_kld=reverse_kld * whole
         )
 
     @pytest.mark.parametrize(("direction", "mean"), [("target_draft", 0.25), ("draft_target", 0.75)])
@@ -358,11 +298,6 @@ class TestAfterCalibration:
         fill_window(policy, [0.0] * 30)
         policy._rows.best_accepted.fill_(12)
         assert policy.draft_lengths().tolist() == [8]
-
-    def test_models_far_apart_draft_sl_min(self) -> None:
-        policy = started()
-        fill_window(policy, [1.5, 2.5, 1.0, 4.0, 2.0] * 6)
-        assert policy.draft_lengths().tolist() == [2]
 
     def test_reference_calls_a_flat_window_unstable(self) -> None:
         flat = [0.1] * 30
@@ -396,55 +331,10 @@ class TestAfterCalibration:
         assert policy.draft_lengths().tolist() == [1]
 
 
-class TestCap:
-    def policy(self, rows: list[tuple[float, bool]]) -> DSDEStoppingPolicy:
-        """Rows whose uncapped length is known: KLD 0 gives SL_max 10, KLD 3 gives SL_min 2; False: in calibration."""
-        policy = started(rows=len(rows), sl_max=10)
-        state = policy._rows
-        for index, (kld, calibrated) in enumerate(rows):
-            state.window[index] = kld
-            state.last_mean[index] = kld
-            state.filled[index] = 30 if calibrated else 5
-            state.best_accepted[index] = 10
-        return policy
-
-    def test_is_the_mean_rounded_up(self) -> None:
-        policy = self.policy([(0.0, True), (3.0, True), (3.0, True)])
-        assert policy.draft_lengths().tolist() == [5, 2, 2]
-
-    def test_off_leaves_lengths_alone(self) -> None:
-        policy = self.policy([(0.0, True), (3.0, True)])
-        policy.cap = False
-        assert policy.draft_lengths().tolist() == [10, 2]
-
-    def test_neither_counts_nor_bounds_rows_in_calibration(self) -> None:
-        policy = self.policy([(0.0, True), (3.0, True), (0.0, False)])
-        assert policy.draft_lengths().tolist() == [6, 2, 5]
-        policy._rows.calibration_length.fill_(10)
-        assert policy.draft_lengths().tolist() == [6, 2, 10]
-
-    def test_does_not_count_finished_rows(self) -> None:
-        policy = self.policy([(0.0, True), (3.0, True)])
-        policy._rows.active[1] = False
-        assert policy.draft_lengths()[0].item() == 10
-
-    def test_a_single_row_is_its_own_cap(self) -> None:
-        assert self.policy([(0.0, True)]).draft_lengths().tolist() == [10]
-
-
 def test_signal_is_required() -> None:
     assert DSDEStoppingPolicy.requires == {Signal.KLD}
     with pytest.raises(ValueError, match=r"outcome\.kld=None"):
         started().observe(RoundOutcome(torch.tensor([0]), torch.tensor([0]), torch.tensor([True])))
-
-
-def test_window_keeps_the_newest_in_order() -> None:
-    policy = started(rows=2)
-    policy.observe(outcome([2, 3], [0, 0], [[0.1, 0.2], [0.3, 0.4, 0.5]]))
-    policy.observe(outcome([1, 0], [0, 0], [[0.6], []]))
-    assert policy._rows.window[0, -3:].tolist() == pytest.approx([0.1, 0.2, 0.6])
-    assert policy._rows.window[1, -3:].tolist() == pytest.approx([0.3, 0.4, 0.5])
-    assert policy._rows.filled.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -471,12 +361,4 @@ def test_window_keeps_the_newest_in_order() -> None:
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], fragments: list[str]) -> None:
-    with pytest.raises(error) as caught:
-        DSDEStoppingPolicy(**arguments)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
-
-
-def test_use_before_start_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"before `start\(batch\)`"):
-        DSDEStoppingPolicy().draft_lengths()
+    check_refused(DSDEStoppingPolicy, arguments, error, fragments)

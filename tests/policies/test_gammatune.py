@@ -11,31 +11,19 @@ import reference_gammatune as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_calls import check_refused, outcome, start, starter
 
-from hf_dsde.policies import BatchInfo, DraftStep, GammaTunePlusPolicy, GammaTunePolicy, RoundOutcome, StoppingPolicy
+from hf_dsde.policies import DraftStep, GammaTunePlusPolicy, GammaTunePolicy, RoundOutcome, StoppingPolicy
 
 VOCABULARY = 7
 ROWS = 4
+started = starter(GammaTunePolicy)
 ARGUMENTS: list[dict[str, Any]] = [
     {},
     {"initial_length": 8, "growth": 1, "smoothing": 0.5},
     {"min_length": 2, "max_length": 6, "smoothing": 0.1},
     {"initial_length": 1, "growth": 4},
 ]
-
-
-def started(rows: int = 1, max_draft_length: int = 32, **arguments: Any) -> GammaTunePolicy:
-    return start(GammaTunePolicy(**arguments), rows, max_draft_length)
-
-
-def start(policy: GammaTunePolicy, rows: int, max_draft_length: int = 32) -> GammaTunePolicy:
-    policy.start(BatchInfo(rows, torch.device("cpu"), VOCABULARY, max_draft_length, 1000))
-    return policy
-
-
-def outcome(drafted: list[int], accepted: list[int], active: list[bool] | None = None) -> RoundOutcome:
-    alive = [True] * len(drafted) if active is None else active
-    return RoundOutcome(torch.tensor(drafted), torch.tensor(accepted), torch.tensor(alive))
 
 
 def expected_row(policy: GammaTunePolicy, max_draft_length: int = 32) -> reference.ReferenceRow:
@@ -199,12 +187,6 @@ class TestLengths:
             assert policy.draft_lengths().tolist() == [length]
             assert policy.mean_accepted.item() == pytest.approx(mean)
 
-    def test_a_rejection_in_the_first_round(self) -> None:
-        policy = started()
-        policy.observe(outcome([3], [2]))
-        assert policy.mean_accepted.item() == pytest.approx(2.7)
-        assert policy.draft_lengths().tolist() == [3]
-
     def test_growth_ends_at_the_bound_and_a_rejection_returns_to_the_mean_at_once(self) -> None:
         policy = started()
         lengths = []
@@ -216,13 +198,6 @@ class TestLengths:
         policy.observe(outcome([10], [0]))
         assert policy.draft_lengths().tolist() == [3]
 
-    def test_never_below_one(self) -> None:
-        policy = started()
-        for _ in range(9):
-            policy.observe(outcome([1], [0]))
-        assert policy.draft_lengths().tolist() == [1]
-        assert policy.mean_accepted.tolist() == [1.0]
-
     @pytest.mark.parametrize("accepted", range(1, 10))
     @pytest.mark.parametrize("initial", [1, 10])
     def test_a_mean_never_crosses_the_length_that_it_approaches(self, initial: int, accepted: int) -> None:
@@ -233,33 +208,10 @@ class TestLengths:
             policy.observe(outcome([10], [accepted]))
         assert policy.draft_lengths().tolist() == [accepted + 1 if initial > accepted else accepted]
 
-    def test_the_loops_limit_lowers_every_bound(self) -> None:
-        policy = started(max_draft_length=2, min_length=4, initial_length=5)
-        assert policy.draft_lengths().tolist() == [2]
-        policy.observe(outcome([2], [2]))
-        assert policy.draft_lengths().tolist() == [2]
-        policy.observe(outcome([2], [0]))
-        assert policy.draft_lengths().tolist() == [2]
-
-    def test_tokens_beyond_the_rows_own_length_teach_nothing(self) -> None:
-        policy = started(rows=3)
-        policy.observe(outcome([9, 9, 9], [9, 4, 2]))
-        assert policy.draft_lengths().tolist() == [5, 5, 3]
-        assert policy.mean_accepted.tolist() == pytest.approx([3.0, 3.0, 2.7])
-
-    def test_a_draft_that_ended_early_without_a_rejection_shortens_nothing(self) -> None:
-        policy = started(rows=3, initial_length=6)
-        policy.observe(outcome([1, 5, 1], [1, 5, 0]))
-        assert policy.draft_lengths().tolist() == [6, 7, 5]
-        assert policy.mean_accepted.tolist() == pytest.approx([6.0, 6.0, 4.2])
-
-    def test_rows_that_drafted_nothing_or_have_finished_stay(self) -> None:
-        policy = started(rows=3)
-        policy.observe(outcome([0, 3, 3], [0, 3, 3], [True, False, True]))
-        assert policy.draft_lengths().tolist() == [3, 3, 5]
-
-    def test_never_stops_inside_a_round(self) -> None:
-        assert not started().stops_inside_round
+    def test_rows_that_have_finished_stay(self) -> None:
+        policy = started(rows=2)
+        policy.observe(outcome([3, 3], [3, 3], [False, True]))
+        assert policy.draft_lengths().tolist() == [3, 5]
 
 
 def even_step(choices: list[int]) -> DraftStep:
@@ -293,9 +245,6 @@ class TestEarlyStop:
         policy = start(GammaTunePlusPolicy(threshold=0.0), rows=1)
         assert policy.should_stop(even_step([7])).tolist() == [False]
 
-    def test_is_asked_after_every_token(self) -> None:
-        assert GammaTunePlusPolicy().stops_inside_round
-
     @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("threshold", [0.25, 0.4, 0.8])
     def test_whole_rounds_follow_the_reference(self, threshold: float, seed: int) -> None:
@@ -319,10 +268,6 @@ class TestEarlyStop:
             active = torch.ones(ROWS, dtype=torch.bool)
             assert not learn(policy, expected, RoundOutcome(drafted, torch.minimum(drafted, run), active))
 
-    def test_use_before_start_names_the_class(self) -> None:
-        with pytest.raises(RuntimeError, match="GammaTunePlusPolicy was used"):
-            GammaTunePlusPolicy().draft_lengths()
-
 
 @pytest.mark.parametrize(
     ("arguments", "error", "fragment"),
@@ -340,9 +285,7 @@ class TestEarlyStop:
 def test_bad_arguments_are_named(
     policy: Callable[..., StoppingPolicy], arguments: dict[str, Any], error: type[Exception], fragment: str
 ) -> None:
-    with pytest.raises(error) as caught:
-        policy(**arguments)
-    assert fragment in str(caught.value)
+    check_refused(policy, arguments, error, fragment)
 
 
 @pytest.mark.parametrize(("threshold", "error"), [(1.1, ValueError), (-0.1, ValueError), ("0.4", TypeError)])

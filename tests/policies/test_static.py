@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from policy_calls import starter
 
-from hf_dsde.policies import BatchInfo, RoundOutcome, StaticPolicy
+from hf_dsde.policies import RoundOutcome, StaticPolicy
 
-
-def started(rows: int, max_draft_length: int = 32, **arguments: Any) -> StaticPolicy:
-    policy = StaticPolicy(**arguments)
-    policy.start(BatchInfo(rows, torch.device("cpu"), 100, max_draft_length, 1000))
-    return policy
+started = starter(StaticPolicy)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
@@ -32,16 +29,6 @@ def test_the_loops_limit_holds() -> None:
 def test_outcomes_change_nothing() -> None:
     policy = started(2)
     policy.observe(RoundOutcome(torch.tensor([5, 5]), torch.tensor([0, 5]), torch.tensor([True, True])))
-    assert policy.draft_lengths().tolist() == [5, 5]
-
-
-def test_never_stops_inside_a_round() -> None:
-    assert not started(1).stops_inside_round
-
-
-def test_rows_leave() -> None:
-    policy = started(4)
-    policy.select_rows(torch.tensor([3, 1]))
     assert policy.draft_lengths().tolist() == [5, 5]
 
 

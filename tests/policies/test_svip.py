@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 import reference_svip as reference
 import torch
+from policy_calls import check_refused, start, starter
 
-from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, SVIPPolicy
+from hf_dsde.policies import DraftStep, SVIPPolicy
 
 VOCABULARY = 9
-
-
-def started(rows: int = 1, max_draft_length: int = 64, **arguments: Any) -> SVIPPolicy:
-    return start(SVIPPolicy(**arguments), rows, max_draft_length)
-
-
-def start(policy: SVIPPolicy, rows: int, max_draft_length: int = 64) -> SVIPPolicy:
-    policy.start(BatchInfo(rows, torch.device("cpu"), VOCABULARY, max_draft_length, 1000))
-    return policy
+started = starter(SVIPPolicy, longest=64)
 
 
 def step_of(logits: torch.Tensor, scores: torch.Tensor | None = None) -> DraftStep:
@@ -48,7 +41,7 @@ def disagreement(policy: SVIPPolicy, seed: int) -> bool:
     scale = torch.linspace(2, 14, 24)[:, None, None]
     logits = scale * torch.randn(24, 50, VOCABULARY, generator=generator)
     logits[-1, :, 0] += 200
-    start(policy, rows=24)
+    start(policy, rows=24, max_draft_length=64)
     expected = [
         reference.drafted_tokens(row, policy.num_draft_tokens, policy.threshold, policy.coefficient)
         for row in logits.double().softmax(-1).tolist()
@@ -120,17 +113,7 @@ def test_a_round_has_at_most_forty_tokens() -> None:
     assert started(num_draft_tokens=3).draft_lengths().tolist() == [3]
 
 
-def test_outcomes_change_nothing() -> None:
-    policy = started(rows=2)
-    step = step_of(torch.tensor([[0.5, 0.5], [0.75, 0.25]]).log())
-    before = policy.should_stop(step).tolist()
-    policy.observe(RoundOutcome(torch.tensor([5, 5]), torch.tensor([0, 5]), torch.tensor([True, True])))
-    assert policy.should_stop(step).tolist() == before
-    assert policy.draft_lengths().tolist() == [40, 40]
-
-
-def test_is_asked_after_every_token_and_asks_for_no_signal_afterwards() -> None:
-    assert started().stops_inside_round
+def test_asks_for_no_signal_afterwards() -> None:
     assert started().requires == frozenset()
 
 
@@ -146,6 +129,4 @@ def test_is_asked_after_every_token_and_asks_for_no_signal_afterwards() -> None:
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], fragment: str) -> None:
-    with pytest.raises(error) as caught:
-        SVIPPolicy(**arguments)
-    assert fragment in str(caught.value)
+    check_refused(SVIPPolicy, arguments, error, fragment)

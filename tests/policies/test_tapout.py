@@ -10,21 +10,13 @@ from typing import Any
 import pytest
 import reference_tapout as reference
 import torch
+from policy_calls import check_refused, outcome, start, starter
 
-from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, TapOutPolicy, adaedl, bandits, tapout
+from hf_dsde.policies import DraftStep, RoundOutcome, TapOutPolicy, bandits, tapout
 from hf_dsde.policies.bandits import ArmStatistics
 
 VOCABULARY = 12
-
-
-def batch(rows: int, max_draft_length: int = 32) -> BatchInfo:
-    return BatchInfo(rows, torch.device("cpu"), VOCABULARY, max_draft_length, 1000)
-
-
-def started(rows: int = 1, max_draft_length: int = 32, **arguments: Any) -> TapOutPolicy:
-    policy = TapOutPolicy(**arguments)
-    policy.start(batch(rows, max_draft_length))
-    return policy
+started = starter(TapOutPolicy)
 
 
 def step(logits: torch.Tensor, position: int = 0, drafting: torch.Tensor | None = None) -> DraftStep:
@@ -34,11 +26,6 @@ def step(logits: torch.Tensor, position: int = 0, drafting: torch.Tensor | None 
 
 def of_probabilities(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows).log()
-
-
-def outcome(drafted: list[int], accepted: list[int], active: list[bool] | None = None) -> RoundOutcome:
-    alive = [True] * len(drafted) if active is None else active
-    return RoundOutcome(torch.tensor(drafted), torch.tensor(accepted), torch.tensor(alive))
 
 
 def session(
@@ -69,7 +56,7 @@ def disagreement(
 ) -> str | None:
     """The first difference between policy and reference over random sessions, None when there is none."""
     generator = torch.Generator().manual_seed(seed)
-    policy.start(batch(rows, constants.longest))
+    start(policy, rows, constants.longest)
     expected = reference.ReferenceTapOut([reference.Row() for _ in range(rows)], constants)
     alive, undecided = [True] * rows, 0
     for number in range(rounds):
@@ -101,10 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], reference.Constants]] = {
     "ucb_tuned": ({"bandit": "ucb_tuned"}, reference.Constants(bandit="ucb_tuned")),
     "thompson": ({"bandit": "thompson", "seed": 3}, reference.Constants(bandit="thompson", seed=3)),
     "ucb1-row": ({"scope": "row"}, reference.Constants(scope="row")),
-    "ucb_tuned-row": (
-        {"scope": "row", "bandit": "ucb_tuned"},
-        reference.Constants(scope="row", bandit="ucb_tuned"),
-    ),
+    "ucb_tuned-row": ({"scope": "row", "bandit": "ucb_tuned"}, reference.Constants(scope="row", bandit="ucb_tuned")),
     "thompson-row": ({"scope": "row", "bandit": "thompson"}, reference.Constants(scope="row", bandit="thompson")),
     "other-blend": (
         {"blend": 0.8, "num_draft_tokens": 7, "arms": ["svip_difference", "adaedl", "logit_margin"]},
@@ -278,13 +262,6 @@ class TestArms:
     def test_logit_margin_stops_where_two_tokens_are_nearly_as_likely(self) -> None:
         assert self.stops([0.59, 0.41, 0.0], [0.61, 0.39, 0.0], [0.4, 0.1, 0.5])["logit_margin"] == [True, False, True]
 
-    def test_a_row_stops_by_its_own_arm(self) -> None:
-        policy = started(5, scope="row")
-        policy._arm = torch.arange(5)
-        # Certain, but not enough for the first two arms.
-        logits = of_probabilities(*[[0.79, 0.21]] * 5)
-        assert policy.should_stop(step(logits)).tolist() == [True, True, False, False, False]
-
     def test_thresholds_are_knobs(self) -> None:
         policy = started(
             1,
@@ -323,25 +300,13 @@ class TestReward:
         policy.observe(outcome([6], [6]))
         assert policy.statistics.rewards.tolist() == [1.0, 0, 0, 0, 0]
 
-    def test_finished_rows_and_rows_without_draft_earn_nothing(self) -> None:
-        policy = started(3)
-        policy.observe(outcome([5, 0, 5], [5, 0, 5], [False, True, True]))
-        assert policy.statistics.plays.tolist() == [1, 0, 0, 0, 0]
-
-    def test_a_round_without_drafts_leaves_the_arm_in_its_turn(self) -> None:
+    def test_finished_rows_earn_nothing(self) -> None:
         policy = started(2)
-        policy.observe(outcome([0, 0], [0, 0]))
-        assert policy.chosen.tolist() == [0, 0]
+        policy.observe(outcome([5, 5], [5, 5], [False, True]))
+        assert policy.statistics.plays.tolist() == [1, 0, 0, 0, 0]
 
 
 class TestScope:
-    def test_a_batch_plays_one_arm_and_learns_from_all_rows(self) -> None:
-        policy = started(3)
-        for arm in range(5):
-            assert policy.chosen.tolist() == [arm] * 3
-            policy.observe(outcome([4, 4, 4], [1, 2, 4]))
-        assert policy.statistics.plays.tolist() == [3] * 5
-
     def test_thompson_too_plays_one_arm_for_the_batch(self) -> None:
         policy = started(3, bandit="thompson")
         seen = set()
@@ -350,13 +315,6 @@ class TestScope:
             seen.add(policy.chosen[0].item())
             policy.observe(outcome([4, 4, 4], [1, 2, 4]))
         assert seen == set(range(5))
-
-    def test_rows_of_their_own_learn_alone(self) -> None:
-        policy = started(2, scope="row")
-        for _ in range(5):
-            policy.observe(outcome([4, 0], [2, 0]))
-        assert policy.statistics.plays.tolist() == [[1] * 5, [0] * 5]
-        assert policy.chosen[1].item() == 0
 
     def test_a_new_sequence_uses_what_the_batch_knows(self) -> None:
         policy = started(2)
@@ -367,7 +325,7 @@ class TestScope:
         assert policy.chosen.tolist() == [1, 1, 1]
         assert policy.statistics.plays.tolist() == [2] * 5
 
-    def test_a_new_sequence_with_a_bandit_of_its_own_starts_anew(self) -> None:
+    def test_a_new_sequence_with_a_bandit_of_its_own_starts_again(self) -> None:
         policy = started(2, scope="row")
         for accepted in (0, 8, 0, 0, 0):
             policy.observe(outcome([8, 8], [accepted] * 2))
@@ -385,16 +343,6 @@ class TestScope:
             together.observe(outcome([8, 8, 8], accepted))
             alone.observe(outcome([8], accepted[1:2]))
 
-    def test_adaedl_adapts_per_row_in_its_own_sessions(self) -> None:
-        policy = started(2, arms=["max_confidence", "adaedl"])
-        policy.observe(outcome([4, 4], [0, 0]))
-        assert policy._adaedl.thresholds.tolist() == pytest.approx([0.5, 0.5])
-        policy.observe(outcome([4, 0], [0, 0]))
-        rise = (1 - adaedl.THRESHOLD_DECAY) * adaedl.THRESHOLD_STEP
-        assert policy._adaedl.thresholds.tolist() == pytest.approx([0.5 + rise, 0.5])
-        policy.select_rows(torch.tensor([-1, 0]))
-        assert policy._adaedl.thresholds.tolist() == pytest.approx([0.5, 0.5 + rise])
-
 
 @pytest.mark.parametrize("scope", tapout.SCOPES)
 def test_seeds_draw_differently_and_equal_calls_equally(scope: str) -> None:
@@ -407,16 +355,6 @@ def test_seeds_draw_differently_and_equal_calls_equally(scope: str) -> None:
 
     assert played(1) == played(1)
     assert played(1) != played(2)
-
-
-def test_needs_no_signal_but_is_asked_after_every_token() -> None:
-    assert TapOutPolicy().requires == frozenset()
-    assert started().stops_inside_round
-
-
-def test_use_before_start_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"before `start\(batch\)`"):
-        _ = TapOutPolicy().chosen
 
 
 @pytest.mark.parametrize(
@@ -440,7 +378,4 @@ def test_use_before_start_is_refused() -> None:
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], fragments: list[str]) -> None:
-    with pytest.raises(error) as caught:
-        TapOutPolicy(**arguments)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
+    check_refused(TapOutPolicy, arguments, error, fragments)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_calls import check_refused
 
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, TokenBudgetPolicy
@@ -122,7 +123,7 @@ class TestMeasuredKnee:
         policy.start(BatchInfo(1, torch.device("cpu"), 100, 32, 1000, flat))
         assert policy.draft_lengths().tolist() == [5]
 
-    def test_a_dip_behind_a_dear_width_counts(self) -> None:
+    def test_a_dip_after_a_dear_width_counts(self) -> None:
         """Kernels come in tile sizes: a width may be dear and a wider one cheap."""
         dipping = CostCurve((1, 2, 3, 4, 5), (1.0, 1.3, 1.1, 1.4, 1.5))
         assert widest_cheap_pass(dipping, 0.2, 5) == 3
@@ -165,11 +166,4 @@ class TestKneeFromRates:
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], fragment: str) -> None:
-    with pytest.raises(error) as caught:
-        TokenBudgetPolicy(**arguments)
-    assert fragment in str(caught.value)
-
-
-def test_use_before_start_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"before `start\(batch\)`"):
-        TokenBudgetPolicy().draft_lengths()
+    check_refused(TokenBudgetPolicy, arguments, error, fragment)

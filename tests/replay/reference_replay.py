@@ -50,9 +50,9 @@ class SlowReplay:
         for row in self.drafted:
             blocks.setdefault((row["task"], row["sequence"], row["round"]), []).append(row)
         for (task, _, _), block in blocks.items():
-            behind = [row for row in block if not row["on_path"]]
-            if behind:
-                self.tails.append((task, behind))
+            after = [row for row in block if not row["on_path"]]
+            if after:
+                self.tails.append((task, after))
 
     def accepts(self, row: SlowRow, offset: int) -> bool:
         """Whether the draft token at an offset would be accepted, given that those before it were."""
@@ -86,10 +86,7 @@ class SlowReplay:
         longest = max(len(tail) for _, tail in self.tails)
         wanted = longest - offset if offset < longest else min(max(self.limit - offset - 1, 1), longest)
         own = [tail for task, tail in self.tails if task == place[0]]
-        pools = (
-            [tail for tail in own if len(tail) == wanted],
-            [tail for tail in own if len(tail) >= wanted],
-        )
+        pools = ([tail for tail in own if len(tail) == wanted], [tail for tail in own if len(tail) >= wanted])
         everywhere = [tail for _, tail in self.tails if len(tail) >= wanted]
         fitting = next((pool for pool in pools if len(pool) >= ENOUGH), everywhere)
         return fitting[int(self.tail_draws[place] * len(fitting))]

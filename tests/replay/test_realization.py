@@ -1,4 +1,4 @@
-"""What a place of a trace brings and shows: the law of acceptance, and values behind a rejection that do not leak."""
+"""What a place of a trace brings and shows: the law of acceptance, and values after a rejection that do not leak."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class TestWhatIsShown:
         played = Realization(
             dataclasses.replace(table, tails=dataclasses.replace(table.tails, signals=numbered)), 0, 25
         )
-        behind = torch.arange(25) >= torch.from_numpy(np.minimum(played.run + 1, played.remaining))[:, None]
-        first = played.block("kld")[behind]
+        after = torch.arange(25) >= torch.from_numpy(np.minimum(played.run + 1, played.remaining))[:, None]
+        first = played.block("kld")[after]
         for signal in SIGNALS[1:]:
-            assert torch.equal(played.block(signal)[behind], first)
+            assert torch.equal(played.block(signal)[after], first)
 
     def test_an_unknown_signal_is_named(self) -> None:
         with pytest.raises(ValueError, match="`signal` is 'mood'"):
@@ -103,7 +103,7 @@ def marked(temperature: int) -> TraceTable:
 
 
 def assert_nothing_leaks(table: TraceTable) -> int:
-    """Play six drafts everywhere and look at every position behind a rejection; returns how many there were."""
+    """Play six drafts everywhere and look at every position after a rejection; returns how many there were."""
     policy, played = Witness(6), Realization(table, 2, 12)
     Replay(policy, played, SequenceQueue(played.sequence_starts(), 2), rows=3).run(600)
     seen = 0
@@ -111,18 +111,18 @@ def assert_nothing_leaks(table: TraceTable) -> int:
         tested = torch.arange(6) <= outcome.accepted[:, None]
         for signal in ("kld", "reverse_kld", "entropy"):
             values = getattr(outcome, signal)
-            assert bool((values[~tested] == 2).all()), f"{signal} of the committed text behind a rejection"
-            # Behind the end of a text nothing is committed either; all other tested positions are.
+            assert bool((values[~tested] == 2).all()), f"{signal} of the committed text after a rejection"
+            # After the end of a text nothing is committed either; all other tested positions are.
             assert bool((values[tested] <= 2).all())
         seen += int((~tested).sum())
     return seen
 
 
 class TestLeaks:
-    """Positions behind a rejection are the next round's own tokens; a replay that shows them flatters its signals."""
+    """Positions after a rejection are the next round's own tokens; a replay that shows them flatters its signals."""
 
     @pytest.mark.parametrize("temperature", [0, 1])
-    def test_positions_behind_a_rejection_come_from_real_drafts_gone_astray(self, temperature: int) -> None:
+    def test_positions_after_a_rejection_come_from_real_drafts_gone_astray(self, temperature: int) -> None:
         assert assert_nothing_leaks(marked(temperature)) > 200
 
     @pytest.mark.parametrize("temperature", [0, 1])
@@ -137,7 +137,7 @@ class TestLeaks:
     )
     def test_mutants_that_show_the_committed_text_fail(self, mutant, temperature, monkeypatch) -> None:
         monkeypatch.setattr(realization, "first_off_path", mutant)
-        with pytest.raises(AssertionError, match="behind a rejection"):
+        with pytest.raises(AssertionError, match="after a rejection"):
             assert_nothing_leaks(marked(temperature))
 
     def test_the_rejected_token_itself_is_still_of_the_text(self) -> None:
@@ -145,7 +145,7 @@ class TestLeaks:
         places = np.flatnonzero((played.run < 12) & (played.run < played.remaining))
         assert bool((played.block("kld")[places, played.run[places]] == 1).all())
 
-    def test_drafts_behind_the_end_of_a_text_are_astray(self) -> None:
+    def test_drafts_after_the_end_of_a_text_are_astray(self) -> None:
         played = Realization(marked(0), 0, 12)
         last = np.flatnonzero(played.remaining == 1)
         assert bool((played.block("kld")[last, 0] == 1).all())
@@ -153,7 +153,7 @@ class TestLeaks:
 
 
 class TestTails:
-    def test_they_begin_behind_the_first_rejected_token_of_a_block(self) -> None:
+    def test_they_begin_after_the_first_rejected_token_of_a_block(self) -> None:
         table = toy_table(1, tasks=("code",), sequences=3)
         assert 1 <= table.tails.lengths.min() <= table.tails.longest == BLOCK - 1
         depth = np.arange(BLOCK - 1)
@@ -185,7 +185,7 @@ class TestTails:
         assert self.pool(task=1, rejected=0) == self.having({0, 1}, {7})
         assert self.pool(task=2, rejected=6) == self.having({0, 1, 2}, {1, 4, 7})
 
-    def test_behind_late_rejections_they_are_as_long_as_the_draft_can_go_on(self) -> None:
+    def test_after_late_rejections_they_are_as_long_as_the_draft_can_go_on(self) -> None:
         assert self.pool(task=0, rejected=7, limit=12) == self.having({0}, {4})
         assert self.pool(task=0, rejected=11, limit=12) == self.having({0}, {4, 7})
         assert self.pool(task=2, rejected=20, limit=12) == self.having({0, 1, 2}, {1, 4, 7})
@@ -209,7 +209,7 @@ class TestTails:
 
 
 class TestJoining:
-    def test_parts_stand_one_behind_the_other(self) -> None:
+    def test_parts_stand_one_after_the_other(self) -> None:
         tables = [toy_table(0), toy_table(0, noise=3.0)]
         joined = JoinedRealization(tables, 4, 8)
         parts = [Realization(table, 4, 8) for table in tables]

@@ -11,16 +11,7 @@ import pytest
 from rich.console import Console
 from synthetic_traces import toy_table, write_trace
 
-from hf_dsde.replay import (
-    CostSetting,
-    Gap,
-    PolicySpec,
-    Realization,
-    ReplayGrid,
-    ReplayResult,
-    play_priced,
-    run_grid,
-)
+from hf_dsde.replay import CostSetting, Gap, PolicySpec, Realization, ReplayGrid, ReplayResult, play_priced, run_grid
 from hf_dsde.replay.plot import save_plot
 from hf_dsde.replay.report import result_view
 
@@ -129,13 +120,7 @@ class TestSpecs:
     def test_short_forms(self) -> None:
         spec = PolicySpec.parse("dsde:sl_max=8,cap=false,kld_positions=all,decay=0.9,short_window=None+fill")
         assert spec.policy == "dsde"
-        assert spec.arguments == {
-            "sl_max": 8,
-            "cap": False,
-            "kld_positions": "all",
-            "decay": 0.9,
-            "short_window": None,
-        }
+        assert spec.arguments == {"sl_max": 8, "cap": False, "kld_positions": "all", "decay": 0.9, "short_window": None}
         assert spec.fill_to_batch
         assert spec.create().sl_max == 8
         assert PolicySpec.parse("dsde+fill") == PolicySpec("dsde", fill_to_batch=True)

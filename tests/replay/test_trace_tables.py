@@ -14,7 +14,7 @@ def tables(**arguments):
     return tuple(pa.Table.from_pylist(rows) for rows in toy_rows(**arguments))
 
 
-def test_sequences_stand_one_behind_the_other() -> None:
+def test_sequences_stand_one_after_the_other() -> None:
     committed, _ = toy_rows(temperatures=(0,))
     table = toy_table(0)
     assert table.tasks == ("code", "news")
@@ -32,13 +32,13 @@ def test_one_temperature_and_some_tasks_are_taken() -> None:
     assert table.has_sampled_text
     expected = [row["kld"] for row in both[0].to_pylist() if row["temperature"] == 1 and row["task"] != "math"]
     assert table.columns["kld"].tolist() == pytest.approx(expected)
-    behind = [r for r in both[1].to_pylist() if r["temperature"] == 1 and r["task"] != "math" and not r["on_path"]]
-    assert int(table.tails.lengths.sum()) == len(behind)
+    after = [r for r in both[1].to_pylist() if r["temperature"] == 1 and r["task"] != "math" and not r["on_path"]]
+    assert int(table.tails.lengths.sum()) == len(after)
     known = ~np.isnan(table.tails.signals["entropy"])
-    assert table.tails.signals["entropy"][known].tolist() == pytest.approx([r["draft_entropy"] for r in behind])
+    assert table.tails.signals["entropy"][known].tolist() == pytest.approx([r["draft_entropy"] for r in after])
 
 
-def test_greedy_acceptance_behind_a_rejection_is_agreement() -> None:
+def test_greedy_acceptance_after_a_rejection_is_agreement() -> None:
     signals = toy_table(0).tails.signals["acceptance"]
     assert set(np.unique(signals[~np.isnan(signals)])) == {0.0, 1.0}
 

@@ -52,8 +52,8 @@ def test_committed_scalars_are_those_of_a_plain_pass(recorded):
         prompt, answer = recorded.prompt_tokens(sequence), recorded.answer(sequence)
         target, draft = recorded.logits(prompt + answer)
         for row in rows:
-            behind = len(prompt) + row["position"] - 1
-            assert_scalars(row, target[behind], draft[behind], (sequence, row["position"]))
+            after = len(prompt) + row["position"] - 1
+            assert_scalars(row, target[after], draft[after], (sequence, row["position"]))
 
 
 def test_drafted_scalars_are_those_of_a_plain_pass_over_the_drafted_block(recorded):
@@ -66,8 +66,8 @@ def test_drafted_scalars_are_those_of_a_plain_pass_over_the_drafted_block(record
         assert [row["offset"] for row in rows] == list(range(len(block)))
         target, draft = recorded.logits(prompt + answer[:start] + block)
         for row in rows:
-            behind = len(prompt) + start + row["offset"] - 1
-            assert_scalars(row, target[behind], draft[behind], (sequence, number, row["offset"]))
+            after = len(prompt) + start + row["offset"] - 1
+            assert_scalars(row, target[after], draft[after], (sequence, number, row["offset"]))
             off_path += not row["on_path"]
     assert off_path > 100
 
@@ -162,7 +162,7 @@ def test_the_same_seed_gives_the_same_trace_and_the_callers_draws_go_on(recorded
     assert other.answer(0) != recorded.answer(len(PROMPTS))
 
 
-def test_a_prompt_that_comes_again_is_answered_anew(tmp_path):
+def test_a_prompt_that_comes_again_is_answered_again(tmp_path):
     recorded = record(tmp_path / "trace", prompts=[Prompt("one", "abc")] * 3, batch_size=1, temperatures=[1.0])
     assert len({tuple(recorded.answer(sequence)) for sequence in range(3)}) == 3
     residual = [row["residual_draft_probability"] for row in recorded.committed if row["position"] == 0]
@@ -230,8 +230,8 @@ def test_a_family_with_its_own_attention_can_be_recorded(tmp_path):
     prompt, answer = recorded.prompt_tokens(2), recorded.answer(2)
     target_logits, draft_logits = recorded.logits(prompt + answer)
     for row in [row for row in recorded.committed if row["sequence"] == 2]:
-        behind = len(prompt) + row["position"] - 1
-        expected = position_scalars(target_logits[behind], draft_logits[behind], row["token"])
+        after = len(prompt) + row["position"] - 1
+        expected = position_scalars(target_logits[after], draft_logits[after], row["token"])
         assert row["kld"] == pytest.approx(expected["kld"], rel=1e-3, abs=1e-5)
 
 

@@ -25,7 +25,7 @@ DRAFT_LENGTH = 5
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trace, the pair it is of, and what is needed to compute it anew."""
+    """A trace, the pair it is of, and what is needed to compute it again."""
 
     pair: Pair
     trace: Trace
@@ -47,7 +47,7 @@ class Recorded:
         return [row["token"] for row in self.committed if row["sequence"] == sequence]
 
     def logits(self, tokens: list[int]) -> tuple[list[list[float]], list[list[float]]]:
-        """Both models' logits behind every token of a text, from a plain pass of that text alone."""
+        """Both models' logits after every token of a text, from a plain pass of that text alone."""
         text = torch.tensor([tokens])
         with torch.no_grad():
             target, draft = (model(text).logits[0].tolist() for model in (self.pair.target, self.pair.draft))
