@@ -244,9 +244,7 @@ class TestCalibration:
         policy.observe(outcome([5], [5], [[0.1] * 5]))
         assert policy.draft_lengths().tolist() == [7]
 
-
-class TestHeldCalibration:
-    def test_sl_min_is_the_variants(self) -> None:
+    def test_holds_the_variants_sl_min(self) -> None:
         assert started(warmup="hold", variant="reference").draft_lengths().tolist() == [6]
         assert started(warmup="hold", sl_min=3).draft_lengths().tolist() == [3]
         assert started(warmup="hold", max_draft_length=1).draft_lengths().tolist() == [1]
