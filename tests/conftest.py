@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from typing import Any
 
 # Before torch and transformers are imported: they read these once.
@@ -45,6 +46,15 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from recorded import record_on_cpu
 
     return record_on_cpu(monkeypatch)
+
+
+@pytest.fixture
+def quiet_datasets() -> Iterator[None]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
 
 
 def pytest_report_header() -> str:

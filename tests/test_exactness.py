@@ -143,19 +143,6 @@ def test_settings_do_not_change_the_text(changes: dict[str, Any], family: str) -
     compared(target, draft, inputs, RandomLengths(5, seed=5), config_of(QUIET, **changes), max_new_tokens=20)
 
 
-def test_filling_to_the_batch_drafts_the_longest_length_everywhere() -> None:
-    target, draft = pair(agreement="full")
-    output = speculative(
-        target,
-        draft,
-        ragged_batch([2, 3]),
-        ScriptedLengths([[0, 3]]),
-        QUIET.replace(fill_to_batch=True),
-        max_new_tokens=8,
-    )
-    assert [row.drafted for row in output.speculation_statistics.rows] == [6, 6]
-
-
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_rows_that_leave_do_not_change_the_text(family: str, do_sample: bool) -> None:
@@ -293,24 +280,6 @@ def test_sampled_return_sequences() -> None:
     assert output.sequences.shape == (6, 6 + 9)
     assert output.sequences[:, :6].tolist() == inputs["input_ids"].repeat_interleave(3, 0).tolist()
     assert len({tuple(row) for row in output.sequences.tolist()}) > 2
-
-
-def test_nearly_greedy_return_sequences_equal_greedy_ones() -> None:
-    """Plain `generate` refuses several greedy sequences, so a temperature of next to 0 stands for them."""
-    target, draft = pair()
-    inputs = ragged_batch([6, 1])
-    output = speculative(
-        target,
-        draft,
-        inputs,
-        RandomLengths(4),
-        do_sample=True,
-        temperature=1e-6,
-        num_return_sequences=2,
-        max_new_tokens=12,
-    )
-    expected = plain(target, inputs, max_new_tokens=12)
-    assert_same_text(output, expected.repeat_interleave(2, 0))
 
 
 @pytest.mark.parametrize("fill_to_batch", [False, True])

@@ -92,6 +92,15 @@ def test_more_is_required_than_the_watched_policy_requires():
     assert not WatchedPolicy(create_policy("static"), 1).stops_inside_round
 
 
+def test_rows_that_leave_and_join_do_so_in_the_watched_policy():
+    alone, watched = create_policy("heuristic"), WatchedPolicy(create_policy("heuristic"), 2)
+    for policy in (alone, watched):
+        policy.start(batch(2))
+        policy.observe(outcome([5, 5], [[0.0] * 5] * 2))
+        policy.select_rows(torch.tensor([0, -1, 1]))
+    assert watched.draft_lengths().tolist() == alone.draft_lengths().tolist() == [4, 5, 4]
+
+
 def test_each_call_begins_again():
     policy = WatchedPolicy(create_policy("static"), 1)
     for _ in range(2):

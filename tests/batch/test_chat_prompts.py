@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,14 +15,8 @@ from hf_dsde.batch.input_rows import read_rows
 from hf_dsde.batch.job import InputRows
 from hf_dsde.batch.requests import RejectedRow, RequestBuilder
 
+pytestmark = pytest.mark.usefixtures("quiet_datasets")
 TOKENIZER = readable_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def quiet_datasets():
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def built(row, **arguments):

@@ -17,14 +17,8 @@ from watched_forward import watch
 from hf_dsde import SpeculationConfig
 from hf_dsde.batch.generator import BatchGenerator
 
+pytestmark = pytest.mark.usefixtures("quiet_datasets")
 PROMPTS = ["a", "bb", "cGh", "dIj"]
-
-
-@pytest.fixture(autouse=True)
-def quiet_datasets():
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 @pytest.fixture

@@ -67,12 +67,7 @@ def test_greedy_texts_are_those_of_plain_generate(ending_pair, name):
     _, expected = answer(BASELINES["generate"], ending_pair, Request(TOKENS), texts)
     _, ids = answer(method, ending_pair, Request(TOKENS), texts)
     assert torch.equal(ids, expected)
-
-
-def test_batches_keep_all_rows_going(ending_pair):
-    for name in ("generate", "generate_static", "dsde"):
-        _, ids = answer(METHODS[name], ending_pair, Request(TOKENS), TEXTS)
-        assert ids.shape == (3, TOKENS)
+    assert ids.shape == (len(texts), TOKENS)
 
 
 @pytest.mark.parametrize("name", METHODS)

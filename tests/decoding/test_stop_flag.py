@@ -15,6 +15,7 @@ from tiny_models import ragged_batch, random_lengths
 from tiny_policies import RandomLengths
 from transformers import PreTrainedModel
 
+import hf_dsde
 from hf_dsde.decoding.candidates import CandidateBatch, Sampled
 from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.drafting import model as drafting
@@ -177,3 +178,11 @@ def test_every_row_may_stop_after_the_same_token(stop_after: Sequence[int], prop
     assert first.lengths.tolist() == list(stop_after)
     assert first.width == max(stop_after)
     assert first.steps == max(stop_after)
+
+
+def test_a_policy_that_fixes_lengths_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: StopFlag, drafting_rows: torch.Tensor) -> None:
+        raise AssertionError("nobody stops inside a round")
+
+    monkeypatch.setattr(StopFlag, "ask", refuse)
+    assert generate(hf_dsde.StaticPolicy(4)).speculation_statistics.draft_steps > 0

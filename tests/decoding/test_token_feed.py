@@ -44,6 +44,14 @@ def generate(lengths: tuple[int, ...], policy: hf_dsde.StoppingPolicy | None, **
     return target().generate(**batch, **{"do_sample": False, "max_new_tokens": STEPS, **arguments})
 
 
+def check_streamed(streamer: RecordsRows, output: Any, lengths: tuple[int, ...]) -> None:
+    """What each row emitted was streamed, once, and nothing else."""
+    emitted = [row.emitted for row in output.speculation_statistics.rows]
+    new_tokens = output.sequences[:, max(lengths) :]
+    assert streamer.rows == [row[:count].tolist() for row, count in zip(new_tokens, emitted, strict=True)]
+    assert streamer.ends == 1
+
+
 class RecordsPuts(BaseStreamer):
     """Any streamer of transformers' kind."""
 
@@ -130,13 +138,8 @@ def test_rows_of_a_batch_are_streamed_exactly_as_they_come_out(
         streamer = RecordsRows()
         arguments = {"eos_token_id": eos, **endings(lengths)[ending]()}
         output = generate(lengths, policy, streamer=streamer, return_dict_in_generate=True, **arguments)
-        width = max(lengths)
-        emitted = [row.emitted for row in output.speculation_statistics.rows]
-        assert streamer.prompts == output.sequences[:, :width].tolist()
-        assert streamer.rows == [
-            row[width : width + count].tolist() for row, count in zip(output.sequences, emitted, strict=True)
-        ]
-        assert streamer.ends == 1
+        assert streamer.prompts == output.sequences[:, : max(lengths)].tolist()
+        check_streamed(streamer, output, lengths)
 
 
 @pytest.mark.slow
@@ -164,10 +167,7 @@ def test_nothing_is_streamed_that_is_cut_later(
         stopping_criteria=StoppingCriteriaList(criteria),
         return_dict_in_generate=True,
     )
-    emitted = [row.emitted for row in output.speculation_statistics.rows]
-    new_tokens = output.sequences[:, max(THREE) :]
-    assert streamer.rows == [row[:count].tolist() for row, count in zip(new_tokens, emitted, strict=True)]
-    assert streamer.ends == 1
+    check_streamed(streamer, output, THREE)
 
 
 def test_a_row_that_stopped_is_not_closed_while_it_goes_on_with_the_batch() -> None:
@@ -196,10 +196,8 @@ def test_nothing_is_streamed_that_time_cuts(monkeypatch: pytest.MonkeyPatch, eos
         eos_token_id=eos,
         return_dict_in_generate=True,
     )
-    emitted = [row.emitted for row in output.speculation_statistics.rows]
-    new_tokens = output.sequences[:, max(THREE) :]
-    assert max(emitted) < STEPS
-    assert streamer.rows == [row[:count].tolist() for row, count in zip(new_tokens, emitted, strict=True)]
+    check_streamed(streamer, output, THREE)
+    assert max(map(len, streamer.rows)) < STEPS
 
 
 def test_tokens_come_while_other_rows_still_run() -> None:

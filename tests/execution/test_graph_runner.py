@@ -354,10 +354,6 @@ class TestChoice:
         model(torch.tensor([[1, 2]]), output_hidden_states=True)
         assert isinstance(create_runner(model, 2, 16, RuntimeOptions()), GraphRunner)
 
-    def test_training_mode_is_run_eagerly(self) -> None:
-        with pytest.warns(RunnerWarning, match=r"training mode; call model\.eval\(\)"):
-            assert type(create_runner(tiny_model().train(), 2, 16, RuntimeOptions())) is EagerRunner
-
     def test_layers_on_several_devices_are_run_eagerly(self) -> None:
         model = copy.deepcopy(tiny_model())
         model.model.layers[1].to("meta")

@@ -153,21 +153,6 @@ def test_rejected_tokens_leave_nothing_behind() -> None:
     check_logits(model, logits)
 
 
-def test_buffers_of_a_bucket_keep_their_storage() -> None:
-    runner = runner_of(tiny_model("gemma3"), view_bucket=64)
-    batch = texts()
-    addresses: list[dict[str, int]] = []
-    with runner.active(), torch.no_grad():
-        for width in (3, 4, 1, 3):
-            runner.forward(RowBlock(*batch.tail(width)), longest=9)
-            buffers = runner._buffers[next_bucket(width, WIDTH_BUCKETS), False]
-            tensors = {"tokens": buffers.tokens, "positions": buffers.positions, "ids": buffers.position_ids}
-            addresses.append({name: t.data_ptr() for name, t in {**tensors, **buffers.masks}.items()})
-    assert addresses[0] == addresses[3]
-    assert addresses[0].keys() == {"tokens", "positions", "ids", "sliding_attention", "full_attention"}
-    assert len(runner._buffers) == 3
-
-
 def test_blocks_are_aligned_to_the_right_of_their_bucket() -> None:
     buffers = BlockBuffers(1, 4, torch.device("cpu"))
     buffers.fill(RowBlock(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 3]])))
@@ -209,23 +194,6 @@ def test_rows_that_stay_are_unaffected_by_rows_that_leave() -> None:
     torch.testing.assert_close(second[2], everyone[2])
     assert first.shape == second.shape == everyone.shape
     assert first.isfinite().all()
-
-
-def test_attention_setting_is_held_while_active_only() -> None:
-    model = tiny_model()
-    runner = runner_of(model)
-    with runner.active():
-        assert model.config._attn_implementation == attention.PACKED_ATTENTION
-    assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("changes", [{"packed_attention": False}, {}], ids=["switched-off", "eager-model"])
-def test_models_own_attention_is_kept(changes: dict[str, Any]) -> None:
-    implementation = "sdpa" if changes else "eager"
-    model = tiny_model(attn_implementation=implementation)
-    runner = runner_of(model, **changes)
-    with runner.active():
-        assert model.config._attn_implementation == implementation
 
 
 def test_hybrid_models_have_a_mask_per_kind() -> None:

@@ -85,7 +85,7 @@ def test_caches_that_grow_may_be_written_to_in_any_mode(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("order", ["plain autocast plain", "autocast plain autocast"])
 def test_autocast_comes_and_goes(fused: bool, order: str) -> None:
-    target, draft = fresh_pair().float()
+    target, draft = (model.float() for model in fresh_pair())
     expected = {}
     for mode in set(order.split()):
         with Modes[mode]():
@@ -97,7 +97,7 @@ def test_autocast_comes_and_goes(fused: bool, order: str) -> None:
 
 @pytest.mark.parametrize("policy", ["goodput", "dsde"])
 def test_autocast_is_not_for_the_arithmetic_of_policies(policy: str) -> None:
-    target, draft = fresh_pair().float()
+    target, draft = (model.float() for model in fresh_pair())
     seen: list[torch.dtype] = []
 
     class Watching(type(hf_dsde.policies.create_policy(policy))):  # type: ignore[misc]
@@ -113,7 +113,7 @@ def test_autocast_is_not_for_the_arithmetic_of_policies(policy: str) -> None:
 
 def test_weights_that_autocast_has_cast_are_not_what_a_recording_reads() -> None:
     """They are gone with the outermost block, and old when the weights change."""
-    target, draft = fresh_pair().float()
+    target, draft = (model.float() for model in fresh_pair())
     other = tiny_model(seed=7).float()
     with Modes["autocast"]():
         target(**INPUTS)  # casts and keeps them
@@ -127,7 +127,7 @@ def test_weights_that_autocast_has_cast_are_not_what_a_recording_reads() -> None
 def test_a_model_that_accelerate_has_prepared_in_between() -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of other tests of this process
-    target, draft = fresh_pair().float()
+    target, draft = (model.float() for model in fresh_pair())
     bare = generate(target, draft)
     prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(target)
     expected = generate(target, draft, runner="eager")

@@ -14,7 +14,6 @@ import hf_dsde
 from hf_dsde.decoding import loop, run_ahead
 from hf_dsde.decoding.run_ahead import RunAhead
 from hf_dsde.drafting.model import ModelDrafter
-from hf_dsde.measurement.clock import PhaseClock
 from hf_dsde.policies import StoppingPolicy
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
@@ -79,13 +78,6 @@ def test_sampled_text_is_the_same_as_without(policy: str, under_way: list[bool],
     assert torch.equal(sampled(), text)
 
 
-def test_every_proposal_after_a_proposal_finds_its_first_pass_under_way(under_way: list[bool]) -> None:
-    target = tiny_model()
-    generate(target, noisy_copy(target, 0.05), "static", eos_token_id=None, pad_token_id=0)
-    assert not under_way[0]
-    assert all(under_way[1:])
-
-
 def test_nothing_runs_in_front_of_the_round_that_measures_a_plain_step(
     under_way: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,15 +114,3 @@ def test_a_draft_at_the_end_of_its_context_is_not_fed_beyond_it(under_way: list[
     draft = noisy_copy(tiny_model("gpt2", max_position_embeddings=24), 0.0)
     plain = target.generate(**ragged_batch(random_lengths(6)), max_new_tokens=40, do_sample=False)
     assert torch.equal(generate(target, draft, "static"), plain)
-
-
-def test_a_seamless_round_begins_where_the_last_one_ended() -> None:
-    clock = PhaseClock(torch.device("cpu"))
-    clock.start(seamless=True)
-    for _ in range(3):
-        clock.mark()
-    last = clock._marks[-1]
-    clock.start(seamless=True)
-    assert clock._marks == [last]
-    clock.start()
-    assert clock._marks != [last]

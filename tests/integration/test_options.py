@@ -128,7 +128,3 @@ def test_packed_attention_shows() -> None:
         statistics_of(target, speculation_config=SpeculationConfig(options=RuntimeOptions(packed_attention=packed)))
         assert len(set(watch.attention)) == 1
         assert (watch.attention[0] != "sdpa") is packed
-
-
-def test_the_default_policy_of_a_bare_config_is_dsde() -> None:
-    assert statistics_of(hf_dsde.enable(model()), speculation_config=SpeculationConfig()).policy == "dsde"

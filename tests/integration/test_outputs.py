@@ -166,12 +166,6 @@ def test_several_sequences_per_prompt_are_rows_in_plain_order(per_prompt: int) -
         assert ours.shape == theirs.shape == (3 * per_prompt, VOCABULARY)
 
 
-def test_several_samples_of_a_prompt_differ() -> None:
-    torch.manual_seed(0)
-    _, speculative = generate_both(ragged_batch([4]), num_return_sequences=6, do_sample=True, temperature=2.0, top_k=0)
-    assert len({tuple(row) for row in speculative.sequences.tolist()}) == 6
-
-
 def test_rows_that_ended_are_padded() -> None:
     inputs = ragged_batch(random_lengths(6))
     plain, speculative = generate_both(inputs, eos_token_id=SEVERAL_ENDS)

@@ -20,8 +20,8 @@ def wind(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Iterator[float]:
     return ticks
 
 
-def time_a_round(clock: PhaseClock) -> PhaseTimes:
-    clock.start()
+def time_a_round(clock: PhaseClock, *, seamless: bool = False) -> PhaseTimes:
+    clock.start(seamless=seamless)
     for _ in range(3):
         clock.mark()
     return clock.read()
@@ -42,6 +42,13 @@ def test_a_round_starts_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.start()
     clock.mark()
     assert time_a_round(clock) == PhaseTimes(1.0, 0.0, 0.0)
+
+
+def test_a_seamless_round_begins_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    wind(monkeypatch, 0.0, 1.0, 2.0, 3.0, 5.0, 6.0, 7.0, 50.0, 51.0, 52.0, 53.0)
+    clock = PhaseClock(CPU)
+    times = [time_a_round(clock, seamless=seamless) for seamless in (True, True, False)]
+    assert times == [PhaseTimes(1.0, 1.0, 1.0), PhaseTimes(2.0, 1.0, 1.0), PhaseTimes(1.0, 1.0, 1.0)]
 
 
 def test_reading_does_not_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ def test_costs_of_the_config_are_taken_as_they_are() -> None:
 
 
 def test_measuring_leaves_the_text_as_it_is() -> None:
-    target, draft = fresh_pair("llama", noise=0.1)
+    target, draft = fresh_pair(noise=0.1)
     inputs = ragged_batch((3, 9, 1), seed=0)
     plain = target.generate(**inputs, max_new_tokens=20, do_sample=False)
     assert torch.equal(generate(target, draft, Costly(), **inputs, max_new_tokens=20), plain)

@@ -32,6 +32,11 @@ def outcome(drafted: list[int], accepted: list[int], active: list[bool] | None =
     return RoundOutcome(torch.tensor(drafted), torch.tensor(accepted), torch.tensor(alive))
 
 
+def round_of(active: list[bool]) -> RoundOutcome:
+    """A round in which each row that goes on drafted three tokens, two of which were accepted."""
+    return outcome([3 * alive for alive in active], [2 * alive for alive in active], active)
+
+
 def check_refused(
     kind: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], fragments: str | Sequence[str]
 ) -> None:

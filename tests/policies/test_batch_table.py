@@ -10,21 +10,16 @@ import reference_batch_table as reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_calls import starter
+from policy_calls import round_of, starter
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import BatchCosts, CostCurve
-from hf_dsde.policies import BatchTablePolicy, RoundOutcome, batch_table
+from hf_dsde.policies import BatchTablePolicy, batch_table
 from hf_dsde.policies.batch_table import DEFAULT_TABLE, best_length, survival_probabilities
 
 started = starter(BatchTablePolicy)
 tables = st.dictionaries(st.integers(1, 200), st.integers(0, 12), min_size=1, max_size=6)
 rounds_of_a_profile = st.lists(st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))))
-
-
-def outcome(active: list[bool]) -> RoundOutcome:
-    alive = torch.tensor(active)
-    return RoundOutcome(3 * alive, 2 * alive, alive)
 
 
 class TestLookUp:
@@ -65,14 +60,14 @@ class TestShrinkingBatch:
     def test_rows_that_finish_make_the_batch_smaller(self) -> None:
         policy = started(4, table={1: 6, 4: 2})
         assert policy.draft_lengths().tolist() == [2] * 4
-        policy.observe(outcome([True, False, True, True]))
+        policy.observe(round_of([True, False, True, True]))
         assert policy.draft_lengths().tolist() == [2] * 4
-        policy.observe(outcome([True, False, False, False]))
+        policy.observe(round_of([True, False, False, False]))
         assert policy.draft_lengths().tolist() == [6] * 4
 
     def test_rows_leave_and_join(self) -> None:
         policy = started(4, table={1: 6, 4: 2})
-        policy.observe(outcome([True, False, False, False]))
+        policy.observe(round_of([True, False, False, False]))
         policy.select_rows(torch.tensor([0, -1, -1, -1, -1]))
         assert policy.draft_lengths().tolist() == [2] * 5
         policy.select_rows(torch.tensor([0]))
@@ -80,7 +75,7 @@ class TestShrinkingBatch:
 
     def test_when_all_have_finished_the_answer_is_still_a_length(self) -> None:
         policy = started(2, table={1: 6, 4: 2})
-        policy.observe(outcome([False, False]))
+        policy.observe(round_of([False, False]))
         assert policy.draft_lengths().tolist() == [6, 6]
 
 

@@ -71,16 +71,6 @@ class TestAdaptation:
         policy.observe(outcome([[0.9] * 5, [0.9] * 6, [0.9, 0.8, 0.9, 0.9, 0.9, 0.2]], [4, 6, 5]))
         assert policy.thresholds.tolist() == pytest.approx([0.4, 0.4, 0.8])
 
-    def test_missing_a_match_costs_three_wasted_tokens(self) -> None:
-        policy = started()
-        policy.observe(outcome([[0.9, 0.9, 0.9, 0.5]], [3]))
-        policy.observe(outcome([[0.5]], [0]))
-        policy.observe(outcome([[0.5]], [0]))
-        policy.observe(outcome([[0.3, 0.3]], [1]))
-        assert policy.thresholds.item() == pytest.approx(
-            reference.best_threshold([1, 1, 1, 0, 0, 0, 1, 0], [0.9, 0.9, 0.9, 0.5, 0.5, 0.5, 0.3, 0.3])
-        )
-
     def test_finished_rows_stay(self) -> None:
         policy = started()
         policy.observe(outcome([[0.9, 0.8, 0.9, 0.9, 0.9, 0.2]], [5], [False]))

@@ -244,25 +244,7 @@ class TestCalibration:
         policy.observe(outcome([5], [5], [[0.1] * 5]))
         assert policy.draft_lengths().tolist() == [7]
 
-    def test_sl_max_follows_equation_1(self) -> None:
-        policy = started()
-        fill_window(policy, [0.1, 0.2, 0.1, 0.3, 0.2] * 6, accepted=5)
-        assert policy._bounds()[1].item() == pytest.approx(5 * (1 + 0.18 / 0.3))
-
-    def test_reference_halves_the_coefficient_and_rounds(self) -> None:
-        policy = started(variant="reference", sl_min=2)
-        fill_window(policy, [0.1, 0.2, 0.1, 0.3, 0.2] * 6, accepted=5)
-        assert policy._bounds()[1].item() == round(5 * (1 + 0.5 * 0.18 / 0.3)) == 6
-
-    def test_reference_lifts_a_short_start_to_its_minimum(self) -> None:
-        policy = started(variant="reference")
-        assert policy.draft_lengths().tolist() == [5]
-        policy.observe(outcome([5], [0], [[0.1] * 5]))
-        assert policy.draft_lengths().tolist() == [6]
-
-
-class TestHeldCalibration:
-    def test_sl_min_is_the_variants(self) -> None:
+    def test_holds_the_variants_sl_min(self) -> None:
         assert started(warmup="hold", variant="reference").draft_lengths().tolist() == [6]
         assert started(warmup="hold", sl_min=3).draft_lengths().tolist() == [3]
         assert started(warmup="hold", max_draft_length=1).draft_lengths().tolist() == [1]

@@ -16,7 +16,7 @@ started = starter(HeuristicPolicy)
 
 def test_never_below_one() -> None:
     policy = started(initial_length=2)
-    for _ in range(4):
+    for _ in range(2):
         policy.observe(outcome([1], [0]))
     assert policy.draft_lengths().tolist() == [1]
 

@@ -307,15 +307,6 @@ class TestReward:
 
 
 class TestScope:
-    def test_thompson_too_plays_one_arm_for_the_batch(self) -> None:
-        policy = started(3, bandit="thompson")
-        seen = set()
-        for _ in range(30):
-            assert len(set(policy.chosen.tolist())) == 1
-            seen.add(policy.chosen[0].item())
-            policy.observe(outcome([4, 4, 4], [1, 2, 4]))
-        assert seen == set(range(5))
-
     def test_a_new_sequence_uses_what_the_batch_knows(self) -> None:
         policy = started(2)
         for accepted in (0, 8, 0, 0, 0):
@@ -324,14 +315,6 @@ class TestScope:
         policy.select_rows(torch.tensor([1, -1, -1]))
         assert policy.chosen.tolist() == [1, 1, 1]
         assert policy.statistics.plays.tolist() == [2] * 5
-
-    def test_a_new_sequence_with_a_bandit_of_its_own_starts_again(self) -> None:
-        policy = started(2, scope="row")
-        for accepted in (0, 8, 0, 0, 0):
-            policy.observe(outcome([8, 8], [accepted] * 2))
-        policy.select_rows(torch.tensor([-1, 1]))
-        assert policy.chosen.tolist() == [0, 1]
-        assert policy.statistics.plays.tolist() == [[0] * 5, [1] * 5]
 
     @pytest.mark.parametrize("bandit", bandits.BANDITS)
     def test_a_row_alone_plays_as_it_does_in_a_batch(self, bandit: str) -> None:

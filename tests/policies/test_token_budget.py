@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_calls import check_refused
+from policy_calls import check_refused, round_of
 
-from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
-from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, TokenBudgetPolicy
+from hf_dsde.costs import CostCurve, CostModel, LiveCosts
+from hf_dsde.policies import BatchInfo, Signal, TokenBudgetPolicy
 from hf_dsde.policies.token_budget import knee_from_rates, widest_cheap_pass
 
 
@@ -21,11 +21,6 @@ def started(
     policy = TokenBudgetPolicy(**arguments)
     policy.start(BatchInfo(rows, torch.device("cpu"), 100, max_draft_length, 1000, costs))
     return policy
-
-
-def outcome(active: list[bool]) -> RoundOutcome:
-    alive = torch.tensor(active)
-    return RoundOutcome(3 * alive, 2 * alive, alive)
 
 
 class TestGivenKnee:
@@ -55,9 +50,9 @@ class TestGivenKnee:
     def test_finished_rows_make_room(self) -> None:
         policy = started(4, knee_tokens=12)
         assert policy.draft_lengths().tolist() == [2] * 4
-        policy.observe(outcome([True, False, True, False]))
+        policy.observe(round_of([True, False, True, False]))
         assert policy.draft_lengths().tolist() == [5] * 4
-        policy.observe(outcome([False] * 4))
+        policy.observe(round_of([False] * 4))
         assert policy.draft_lengths().tolist() == [5] * 4
 
     def test_rows_leave_and_join(self) -> None:
@@ -106,15 +101,6 @@ class TestMeasuredKnee:
         assert policy.draft_lengths().tolist() == [0] * 16
         costs.set_rows(2)
         assert policy.draft_lengths().tolist() == [3] * 16
-
-    def test_looks_at_costs_again_only_when_they_have_changed(self) -> None:
-        costs = LiveCosts(CostModel.relative(0.1, CURVE), 1)
-        policy = started(1, costs)
-        policy.draft_lengths()
-        costs._costs = BatchCosts(0.1, CostCurve((1,), (1.0,)))
-        assert policy.draft_lengths().tolist() == [2]
-        costs._announce()
-        assert policy.draft_lengths().tolist() == [5]
 
     def test_a_second_call_starts_from_its_own_costs(self) -> None:
         policy = started(1, LiveCosts(CostModel.relative(0.1, CURVE), 1))

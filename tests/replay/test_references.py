@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from synthetic_traces import toy_table
+from tiny_policies import ScriptedLengths
 
 from hf_dsde.policies import StaticPolicy, available_policies
 from hf_dsde.replay import CostSetting, PolicySpec, Realization, Replay, play_priced
@@ -41,10 +42,14 @@ class TestFractions:
         assert np.array_equal(log.emitted, expected.emitted)
         assert np.array_equal(log.drafted, expected.drafted)
 
-    def test_the_extra_token_is_one_rows_in_each_round(self) -> None:
-        log = fractional_log(realization(0), SEED, 2.25, rows=4, tokens=200)
-        assert set((log.drafted / 4).tolist()) == {2.25}
-        assert set(log.steps.tolist()) == {3}
+    def test_the_extra_token_goes_round(self) -> None:
+        played = realization(0)
+        policy = ScriptedLengths((2 + np.eye(4, dtype=int)).tolist() * 99)
+        replay = Replay(policy, played, SequenceQueue(played.sequence_starts(), SEED), rows=4)
+        replay.run(700)
+        log = fractional_log(played, SEED, 2.25, rows=4, tokens=700)
+        for name in ("steps", "drafted", "accepted", "emitted"):
+            assert np.array_equal(getattr(log, name), getattr(replay.log(), name))
 
     def test_they_are_tried_in_eighths(self) -> None:
         assert fractional_budgets(2) == [i / 8 for i in range(17)]

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from tiny_models import VOCABULARY
-from tiny_traces import DRAFT_LENGTH, PROMPTS, record
+from tiny_traces import PROMPTS, record
 
 from hf_dsde.trace import load_trace, rounds, scoring
 from hf_dsde.trace import record as record_module
@@ -92,19 +92,6 @@ def test_scoring_never_asks_a_model_for_more_than_a_chunk(tmp_path, monkeypatch)
     monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 8)
     record(tmp_path / "trace", batch_size=4, max_new_tokens=40)
     assert max(sizes) == 8
-
-
-def test_a_round_keeps_no_more_than_its_own_draft_steps(tmp_path, monkeypatch):
-    longest = []
-    original = rounds.RoundNotes._columns
-
-    def spy(self, steps, outcome, target_logits):
-        longest.append(len(steps))
-        return original(self, steps, outcome, target_logits)
-
-    monkeypatch.setattr(rounds.RoundNotes, "_columns", spy)
-    record(tmp_path / "trace")
-    assert max(longest) == DRAFT_LENGTH
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -87,16 +87,6 @@ def test_what_was_added_is_read_back_in_its_order(tmp_path, monkeypatch):
         assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [10, 2, 10, 2, 10, 2]
 
 
-def test_rows_are_written_as_soon_as_a_row_group_is_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "ROW_GROUP", 10)
-    with TraceWriter(tmp_path / "trace", tokens=True) as file:
-        waiting = []
-        for start in range(0, 60, 4):
-            file.add(COMMITTED, rows(COMMITTED, 4, start))
-            waiting.append(sum(part.num_rows for part in file._waiting[COMMITTED]))
-        assert max(waiting) < 10
-
-
 def test_fewer_bits_make_smaller_files_and_small_errors(tmp_path):
     generator = np.random.default_rng(0)
     columns = rows(COMMITTED, 20_000)
