@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_dsde.execution.options import RuntimeOptions
     from hf_dsde.integration.hooks import disable, enable, generate, install, uninstall
     from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+    from hf_dsde.measurement.rounds import RoundListener, RoundRecord
     from hf_dsde.measurement.statistics import SpeculationStatistics, SpeculationWarning
     from hf_dsde.policies import (
         ConfidencePolicy,
@@ -39,6 +40,8 @@ else:
             "ConfidencePolicy": "hf_dsde.policies",
             "DSDEStoppingPolicy": "hf_dsde.policies",
             "HeuristicPolicy": "hf_dsde.policies",
+            "RoundListener": "hf_dsde.measurement.rounds",
+            "RoundRecord": "hf_dsde.measurement.rounds",
             "RowError": "hf_dsde.batch.generator",
             "RowResult": "hf_dsde.batch.results",
             "RowStatistics": "hf_dsde.batch.results",
@@ -71,6 +74,8 @@ __all__ = [
     "ConfidencePolicy",
     "DSDEStoppingPolicy",
     "HeuristicPolicy",
+    "RoundListener",
+    "RoundRecord",
     "RowError",
     "RowResult",
     "RowStatistics",

@@ -173,6 +173,7 @@ class BatchEngine:
                 preparation.criteria_for, preparation.processors_for if preparation.processors is None else None
             ),
             policy=self.speculation.policy,
+            listeners=self.speculation.listeners,
             process=process,
             stopping=RowStopping(preparation.end_tokens, sequences, list(map(preparation.criteria_for, requests))),
             statistics=RowCounter(len(requests), self.statistics),

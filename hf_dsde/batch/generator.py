@@ -30,6 +30,7 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.wrappers import unwrapped
 from hf_dsde.integration.generation import Speculation
 from hf_dsde.integration.validation import check_models
+from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.utils.checks import check_choice, check_flag, check_integer
 
@@ -70,6 +71,7 @@ class BatchGenerator(Fingerprinted):
         speculation_policy: A policy's name, a policy, or a `SpeculationConfig`. None takes the policy of
             `speculation_config`, and `auto` where that is None too.
         speculation_config: Every other setting of speculation.
+        speculation_listeners: Hear of every round; a smaller batch, after memory ran out, counts them from 0 again.
         batch_size: Rows of the batch, at least 1. Halved when the device runs out of memory.
         max_new_tokens: The most tokens after each prompt.
         stop_strings: Text or texts whose appearance ends generation.
@@ -101,6 +103,7 @@ class BatchGenerator(Fingerprinted):
         assistant_model: PreTrainedModel,
         speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
         speculation_config: SpeculationConfig | None = None,
+        speculation_listeners: Iterable[RoundListener] = (),
         batch_size: int = 16,
         max_new_tokens: int = 256,
         stop_strings: str | Sequence[str] = (),
@@ -122,7 +125,7 @@ class BatchGenerator(Fingerprinted):
         self._on_error = check_choice("on_error", on_error, ON_ERROR)
         if speculation_policy is None and speculation_config is None:
             speculation_policy = DEFAULT_POLICY
-        self._speculation = Speculation.of(speculation_policy, speculation_config)
+        self._speculation = Speculation.of(speculation_policy, speculation_config, speculation_listeners)
         self._generate_kwargs = generate_kwargs
         self._preparation = Preparation(
             self._model, self._draft, tokenizer, self._speculation.config.options.packed_attention, generate_kwargs

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_dsde.batch.results import RowStatistics
-from hf_dsde.measurement.counts import RecordedRound, ratio, settle
-from hf_dsde.policies import PhaseTimes
+from hf_dsde.measurement.counts import ratio, settle
+from hf_dsde.measurement.rounds import RoundRecord, RoundRecorder
 
 _COUNTED = 4
 """Per row and round: whether it was active, and tokens drafted, accepted and emitted."""
@@ -87,7 +84,7 @@ class JobStatistics:
         self.accepted += row.accepted
 
 
-class RowCounter:
+class RowCounter(RoundRecorder):
     """Records rounds for a loop whose rows come and go: sums for the job, and for the texts that are under way.
 
     A round costs a few operations on arrays, however many rows there are: the models wait for it.
@@ -102,7 +99,7 @@ class RowCounter:
         self._job = job
         self._sums = np.zeros((_COUNTED, rows), dtype=np.int64)
         # A text may turn out to have ended some rounds ago, so that rounds are kept while their texts are under way.
-        self._recent: deque[tuple[NDArray[np.int64], int, int, PhaseTimes]] = deque()
+        self._recent: deque[RoundRecord] = deque()
         self._recorded = 0
         self._first = np.zeros(rows, dtype=np.int64)
         self._begun = [time.perf_counter()] * rows
@@ -116,16 +113,17 @@ class RowCounter:
     def end(self, row: int, prompt_tokens: int, new_tokens: int) -> RowStatistics:
         """Return what a row's text has cost, and forget its rounds."""
         rounds, drafted, accepted, emitted = self._sums[:, row].tolist()
-        for counts, draft_steps, pass_width, times in reversed(self._recent):
-            active, *own = counts[:, row].tolist()
-            if not active:
+        for record in reversed(self._recent):
+            if not record.active[row]:
                 continue
+            own = record.drafted[row], record.accepted[row], record.emitted[row]
             # Without this round; then with what of it is part of the text.
             rounds, drafted, accepted, emitted = rounds - 1, drafted - own[0], accepted - min(own[1:]), emitted - own[2]
             left = new_tokens - emitted
             if left > 0:
-                entry = RecordedRound((own[0],), (own[1],), (own[2],), (True,), draft_steps, pass_width, 1, times)
-                last = settle(entry, 0, [left])
+                remaining = [0] * self._rows
+                remaining[row] = left
+                last = settle(record, row, remaining)
                 rounds, drafted, accepted = rounds + 1, drafted + last.drafted, accepted + last.accepted
                 break
             if not rounds:
@@ -145,33 +143,22 @@ class RowCounter:
         """As for any recorder."""
         self._job.prefill_seconds += seconds
 
-    def record_round(
-        self,
-        *,
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        emitted: Sequence[int],
-        active: Sequence[bool],
-        draft_steps: int,
-        pass_width: int,
-        times: PhaseTimes,
-        **others: Any,  # noqa: ARG002 - what is counted of single calls only
-    ) -> None:
-        """As for any recorder."""
+    def on_round(self, record: RoundRecord) -> None:
+        """As for any listener."""
         job = self._job
-        counts = np.array((active, drafted, accepted, emitted), dtype=np.int64)
+        counts = np.array((record.active, record.drafted, record.accepted, record.emitted), dtype=np.int64)
         counts *= counts[0]
         running = int(counts[0].sum())
         job.rounds += 1
         job.row_rounds += running
         job.idle_row_rounds += self._rows - running
-        job.draft_steps += draft_steps
-        job.draft_seconds += times.draft
-        job.verify_seconds += times.verify
-        job.bookkeeping_seconds += times.bookkeeping
+        job.draft_steps += record.draft_steps
+        job.draft_seconds += record.times.draft
+        job.verify_seconds += record.times.verify
+        job.bookkeeping_seconds += record.times.bookkeeping
         self._sums += counts
         self._sums[2] -= np.maximum(counts[2] - counts[3], 0)  # accepted, but cut off by the end of the text
-        self._recent.append((counts, draft_steps, pass_width, times))
+        self._recent.append(replace(record, outcome=None))
         self._recorded += 1
         needed = self._recorded - int(self._first.min())
         while len(self._recent) > max(needed, 0):

@@ -157,7 +157,7 @@ class RefillLoop(SpeculativeLoop):
         self._prefill.store(spans)
         taken = set(rows)
         places = [-1 if row in taken else row for row in range(self._sequences.rows)]
-        self._policy.select_rows(upload(places, self._sequences.device))
+        self._lengths.select_rows(upload(places, self._sequences.device))
         self._clock.restart()
         self._statistics.record_prefill(time.perf_counter() - started)
         return True

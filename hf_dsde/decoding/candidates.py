@@ -94,7 +94,7 @@ class CandidateBatch:
         Args:
             lengths: Any lengths of the batch, `[rows]`, int64; their shape and device are taken.
             vocabulary_size: Size of the target's vocabulary.
-            required: Signals that the policy asks for.
+            required: Signals that are asked for.
         """
         column = lengths.new_empty(len(lengths), 0)
         scalars = column.float()

@@ -19,6 +19,7 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
+from hf_dsde.measurement.rounds import RoundListener, RoundRecord
 
 MEASURED_WIDTHS = (1, 2, 3, 5, 9, 13)
 """Columns per row at which the target's pass is timed; costs in between are interpolated."""
@@ -61,6 +62,29 @@ def remembering_in(memory: CostMemory) -> Iterator[None]:
         yield
     finally:
         _memory.reset(token)
+
+
+class CostLearner(RoundListener):
+    """Lets costs learn from every round but those in which passes were recorded.
+
+    Args:
+        costs: Of one call.
+    """
+
+    def __init__(self, costs: LiveCosts) -> None:
+        self._costs = costs
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Learn what the phases of a round took."""
+        if not record.recorded_passes:
+            self._costs.observe(
+                draft_steps=record.draft_steps,
+                width=record.charged_width,
+                draft=record.times.draft,
+                verify=record.times.verify,
+                overhead=record.times.bookkeeping,
+                resumed=record.resumed,
+            )
 
 
 def measure_costs(target: ModelRunner, drafter: Drafter, max_draft_length: int, longest: int) -> BatchCosts:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde.decoding.stop_flag import StopFlag
-from hf_dsde.policies import DraftStep, Signal, StoppingPolicy
+from hf_dsde.policies import DraftStep, Signal
 
 Expect = Callable[[Tensor, Tensor], None]
 """Takes the tokens and lengths that a proposal has if it is over now, as in `CandidateBatch`."""
@@ -18,27 +18,33 @@ class DraftMonitor:
     """Stands between one proposal and the policy.
 
     Args:
-        policy: Decides.
-        device: Where the policy's tensors are.
+        should_stop: The policy's, on tensors on `device`; None if it never stops inside a round.
+        signals: What the proposal must hold for the policy and for listeners.
+        device: Of the sequences.
         expect: Called when the host would wait for an answer, with what is proposed if no row drafts on. If so, the
             proposal must have the very tensor of tokens that was given.
+
+    Attributes:
+        signals: As given.
     """
 
-    def __init__(self, policy: StoppingPolicy, device: torch.device, expect: Expect) -> None:
-        self._policy = policy
+    def __init__(
+        self,
+        should_stop: Callable[[DraftStep], Tensor | None] | None,
+        signals: frozenset[Signal],
+        device: torch.device,
+        expect: Expect,
+    ) -> None:
+        self.signals = signals
+        self._should_stop = should_stop
         self._device = device
         self._expect = expect
         self._flag = StopFlag()
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        """What the proposal must hold for the policy."""
-        return self._policy.requires
-
-    @property
     def stops_inside_round(self) -> bool:
         """Whether rows may draft less than the plan lets them."""
-        return self._policy.stops_inside_round
+        return self._should_stop is not None
 
     def after(self, step: DraftStep, drafting: Tensor) -> Tensor:
         """Return which rows draft on after a token, `[rows]`, bool, on the drafter's device.
@@ -47,9 +53,9 @@ class DraftMonitor:
             step: The token, with what it was chosen from.
             drafting: Rows that may draft on, for all that the plan says, `[rows]`, bool.
         """
-        if not self.stops_inside_round:
+        if self._should_stop is None:
             return drafting
-        stops = self._policy.should_stop(step.to(self._device))
+        stops = self._should_stop(step.to(self._device))
         return drafting if stops is None else drafting & ~stops.to(drafting.device)
 
     def ask(self, drafting: Tensor) -> None:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.costs import LiveCosts
 from hf_dsde.decoding.candidates import CandidateBatch
-from hf_dsde.decoding.cost_measurement import live_costs, remember_costs
-from hf_dsde.decoding.draft_monitor import DraftMonitor
+from hf_dsde.decoding.cost_measurement import CostLearner, live_costs, remember_costs
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.lengths import DraftLengths
 from hf_dsde.decoding.outcome import FinishedRound
 from hf_dsde.decoding.plan import RoundPlan, next_plan
 from hf_dsde.decoding.prefill import Prefill
 from hf_dsde.decoding.recording import Recording
-from hf_dsde.decoding.round_log import RoundLog, RoundRecord
+from hf_dsde.decoding.round_log import RoundLog
 from hf_dsde.decoding.run_ahead import RunAhead
 from hf_dsde.decoding.sampling import ScoreProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
@@ -36,7 +36,7 @@ from hf_dsde.decoding.verification import verify
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.measurement.clock import PhaseClock
-from hf_dsde.measurement.counts import RoundRecorder
+from hf_dsde.measurement.rounds import RoundListener, RoundRecorder
 from hf_dsde.policies.base import Signal, StoppingPolicy
 from hf_dsde.utils.transfers import Download
 
@@ -63,6 +63,7 @@ class SpeculativeLoop:
         config: Everything else that can be set.
         recording: Where scores and logits go, when the output is to have them.
         feed: Takes tokens as soon as they are certain.
+        listeners: Hear of every round that is over, as the statistics do.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class SpeculativeLoop:
         config: SpeculationConfig,
         recording: Recording,
         feed: TokenFeed,
+        listeners: Sequence[RoundListener] = (),
     ) -> None:
         self._target = target
         self._drafter = drafter
@@ -93,10 +95,10 @@ class SpeculativeLoop:
         self._clock = PhaseClock(sequences.device)
         self._prefill = Prefill(target, drafter, sequences, statistics, self._clock)
         self._vocabulary_size = target.model.config.get_text_config(decoder=True).vocab_size
-        self._lengths = DraftLengths(policy, drafter, sequences, self._vocabulary_size, config)
-        self._policy = self._lengths.policy
-        self._log = RoundLog(statistics)
+        self._lengths = DraftLengths(policy, drafter, sequences, self._vocabulary_size, config, listeners)
+        self._costs: LiveCosts | None = None
         self._ahead = RunAhead(VerificationPass(target), drafter, sequences)
+        self._log = RoundLog([statistics, *listeners], self._clock, overlaps=self._ahead.overlaps)
 
     @property
     def probes_cost(self) -> bool:
@@ -133,9 +135,10 @@ class SpeculativeLoop:
         longest = max(self._sequences.prompt_lengths)
         with self._prefill.timed():
             self._prefill.store_prompts()
-            if Signal.COSTS in self._policy.requires:
-                self._log.costs = live_costs(self._target, self._drafter, self._config, longest)
-        self._lengths.start(self._log.costs)
+            if Signal.COSTS in self._lengths.requires:
+                self._costs = live_costs(self._target, self._drafter, self._config, longest)
+                self._log.listeners.append(CostLearner(self._costs))
+        self._lengths.start(self._costs)
         lengths = self._lengths.first(torch.ones_like(self._sequences.generated, dtype=torch.bool))
         plan = self._next_plan(None, lengths, lengths.tolist())
         self._prefill.read_draft(plan, wait=True)
@@ -147,8 +150,8 @@ class SpeculativeLoop:
         self._log.flush()
         self._target.finish()
         self._drafter.finish()
-        if self._log.costs is not None and self._config.cost_model is None:
-            remember_costs(self._target, self._drafter, self._log.costs.learnt)
+        if self._costs is not None and self._config.cost_model is None:
+            remember_costs(self._target, self._drafter, self._costs.learnt)
 
     def _round(self, plan: RoundPlan) -> RoundPlan:
         """Draft, verify, commit, observe; return the plan of the next round."""
@@ -174,7 +177,7 @@ class SpeculativeLoop:
         if ahead.overlaps:
             self._clock.mark()
             ahead.stage(going_on, candidates.width, plain=probes or plan.foretells_plain(1))
-        wish = self._lengths.after(done, self._log.times, going_on)
+        wish, outcome = self._lengths.after(done, self._log.times, going_on)
         vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, wish]
         download = Download(vectors, new_tokens)
         # No pass is needed after the last token that any row may emit.
@@ -184,15 +187,24 @@ class SpeculativeLoop:
         sequences.synchronise(generated, host_tokens)
         self._drafter.update_candidate_strategy(sequences, scores, accepted, drafted)
         self._hand_out(done, emitted, ends)
-        self._note(done, drafted, accepted, emitted)
+        self._log.add(
+            done,
+            outcome,
+            drafted,
+            accepted,
+            emitted,
+            policy_seconds=self._lengths.take_seconds(),
+            pass_rows=len(self._target.live_rows),
+            recorded=self.recording_costs.passes,
+        )
         return self._next_plan(plan, wish, lengths)
 
     def _draft(self, plan: RoundPlan) -> CandidateBatch:
         """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
         if plan.drafts:
-            monitor = DraftMonitor(self._policy, self._sequences.device, partial(self._ahead.expect, plan=plan))
+            monitor = self._lengths.monitor(partial(self._ahead.expect, plan=plan))
             return self._drafter.get_candidates(self._sequences, plan, monitor)
-        return CandidateBatch.nothing(plan.lengths, self._vocabulary_size, self._policy.requires)
+        return CandidateBatch.nothing(plan.lengths, self._vocabulary_size, self._lengths.requires)
 
     def _columns(self, candidates: CandidateBatch, plan: RoundPlan) -> list[int]:
         """Return how many columns of each row matter, if a logits processor is called position by position."""
@@ -210,18 +222,6 @@ class SpeculativeLoop:
         self._recording.add(done.scores, done.logits, emitted)
         self._stopping.advance([bool(end) for end in ends], self._recording.scores_until)
         self._feed.feed(self._sequences, self._stopping)
-
-    def _note(
-        self, done: FinishedRound, drafted: Sequence[int], accepted: Sequence[int], emitted: Sequence[int]
-    ) -> None:
-        """Log the round: at once, or while the device runs the next one."""
-        if not self._ahead.overlaps:
-            self._clock.mark()
-        times = self._clock.read(self._policy.take_seconds())
-        record = RoundRecord.of(done, times, drafted, accepted, emitted, len(self._target.live_rows))
-        self._log.add(record, self.recording_costs.passes)
-        if not self._ahead.overlaps:
-            self._log.flush()
 
     def _next_plan(self, previous: RoundPlan | None, lengths: Tensor, length_counts: Sequence[int]) -> RoundPlan:
         """Plan the round after `previous` with what the policy wants, after rows that have ended have left."""
@@ -244,5 +244,5 @@ class SpeculativeLoop:
         if self._config.options.drop_finished_rows and rows and places - len(rows) >= places * DROPPED_SHARE:
             self._target.keep_rows(rows)
             self._drafter.keep_rows(rows)
-            if self._log.costs is not None:
-                self._log.costs.set_rows(len(self._target.live_rows))
+            if self._costs is not None:
+                self._costs.set_rows(len(self._target.live_rows))

@@ -1,4 +1,4 @@
-"""What a policy gets to see of a round."""
+"""What a policy and listeners get to see of a round."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FinishedRound:
 
 
 def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTimes | None) -> RoundOutcome:
-    """Put together what a policy may learn from, computing only the signals that it asks for.
+    """Put together what may be learnt from a round, computing only the signals that somebody asks for.
 
     Args:
         done: The round.
@@ -53,6 +53,8 @@ def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTim
             by_name["kld"] = signals.kl_divergence(target_logits, draft_logits)
         if Signal.REVERSE_KLD in required:
             by_name["reverse_kld"] = signals.kl_divergence(draft_logits, target_logits)
+        if Signal.LOGITS in required:
+            by_name |= {"tokens": candidates.tokens, "draft_logits": draft_logits, "target_logits": target_logits}
     if Signal.ACCEPTANCE in required:
         by_name["acceptance"] = _acceptance(done)
     if Signal.NEXT_TOKEN in required:

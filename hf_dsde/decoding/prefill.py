@@ -14,7 +14,7 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.spans import Span
 from hf_dsde.measurement.clock import PhaseClock
-from hf_dsde.measurement.counts import RoundRecorder
+from hf_dsde.measurement.rounds import RoundRecorder
 
 
 class Prefill:

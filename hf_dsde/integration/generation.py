@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from hf_dsde.integration import validation
 from hf_dsde.integration.drafters import Assistant, drafter_for
 from hf_dsde.integration.loop_builder import build_loop
 from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.measurement.statistics import StatisticsRecorder
 from hf_dsde.policies.base import StoppingPolicy
 
@@ -38,25 +40,35 @@ RESERVED_NEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Speculation:
-    """How one call speculates."""
+    """How one call speculates, and who listens."""
 
     policy: StoppingPolicy
     config: SpeculationConfig
+    listeners: tuple[RoundListener, ...] = ()
 
     @classmethod
     def of(
-        cls, policy: str | StoppingPolicy | SpeculationConfig | None, config: SpeculationConfig | None
+        cls,
+        policy: str | StoppingPolicy | SpeculationConfig | None,
+        config: SpeculationConfig | None,
+        listeners: Iterable[RoundListener] = (),
     ) -> Speculation:
-        """Read `speculation_policy` and `speculation_config`.
+        """Read `speculation_policy`, `speculation_config` and `speculation_listeners`.
 
         Args:
             policy: A policy's name, a policy, or a `SpeculationConfig`. None leaves the choice to `config`.
             config: Every other setting, and the policy when `policy` is None.
+            listeners: Hear of every round.
 
         Raises:
-            TypeError: If either is of another type.
+            TypeError: If any is of another type.
             ValueError: If a `SpeculationConfig` is given twice, or the name is unknown.
         """
+        listeners = tuple(listeners)
+        for listener in listeners:
+            if not isinstance(listener, RoundListener):
+                msg = f"speculation_listeners: expected hf_dsde.RoundListener objects, got {type(listener).__name__}."
+                raise TypeError(msg)
         if config is not None and not isinstance(config, SpeculationConfig):
             msg = f"speculation_config: expected a SpeculationConfig, got {type(config).__name__}."
             raise TypeError(msg)
@@ -66,16 +78,16 @@ class Speculation:
                     "speculation_config: a SpeculationConfig was already given as speculation_policy; pass one of them."
                 )
                 raise ValueError(msg)
-            return cls(policy.build_policy(), policy)
+            return cls(policy.build_policy(), policy, listeners)
         config = config or SpeculationConfig()
         if policy is None:
-            return cls(config.build_policy(), config)
+            return cls(config.build_policy(), config, listeners)
         if isinstance(policy, StoppingPolicy):
-            return cls(policy, config)
+            return cls(policy, config, listeners)
         if isinstance(policy, str):
             if policy == config.policy:
-                return cls(config.build_policy(), config)
-            return cls(config.replace(policy=policy, policy_arguments={}).build_policy(), config)
+                return cls(config.build_policy(), config, listeners)
+            return cls(config.replace(policy=policy, policy_arguments={}).build_policy(), config, listeners)
         msg = (
             f"speculation_policy: expected a policy's name, a StoppingPolicy or a SpeculationConfig, got "
             f"{type(policy).__name__}."
@@ -139,6 +151,7 @@ def generate_speculatively(
         config=config,
         recording=recording,
         feed=TokenFeed(streamer, sequences.rows),
+        listeners=speculation.listeners,
     )
     text, lengths = loop.run()
     statistics = recorder.finish(lengths, loop.recording_costs)

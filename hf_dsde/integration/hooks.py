@@ -8,7 +8,7 @@ of the same name. Everything else about the model stays: saving, pickling, copyi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,7 @@ from hf_dsde.integration import validation
 from hf_dsde.integration.drafters import Assistant
 from hf_dsde.integration.generation import Speculation, generate_speculatively
 from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.policies import StoppingPolicy
 
 _SPECULATION = "_hf_dsde_speculation"
@@ -40,11 +41,13 @@ def _prepare_generation_config(
 ) -> tuple[GenerationConfig, dict[str, Any]]:
     policy = kwargs.pop("speculation_policy", None)
     config = kwargs.pop("speculation_config", None)
+    speculates = policy is not None or config is not None
+    listeners = kwargs.pop("speculation_listeners", ()) if speculates else ()  # else transformers refuses them
     prepared, model_kwargs = parent(model, generation_config, **kwargs)
     validation.check_hidden_policy(prepared)
-    if policy is not None or config is not None:
+    if speculates:
         validation.check_options(generation_config, kwargs)
-        setattr(prepared, _SPECULATION, Speculation.of(policy, config))
+        setattr(prepared, _SPECULATION, Speculation.of(policy, config, listeners))
     return prepared, model_kwargs
 
 
@@ -133,7 +136,7 @@ def enabled_class(model_class: Any) -> Any:
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
-    """Teach one model's `generate` the arguments `speculation_policy` and `speculation_config`.
+    """Teach one model's `generate` the arguments `speculation_policy`, `speculation_config`, `speculation_listeners`.
 
     Args:
         model: The target, or a wrapper whose `generate` is that of the model inside it, such as PEFT's or that of
@@ -211,6 +214,7 @@ def generate(
     assistant_model: Assistant = None,
     speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
     speculation_config: SpeculationConfig | None = None,
+    speculation_listeners: Iterable[RoundListener] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     **kwargs: Any,
@@ -235,6 +239,7 @@ def generate(
         speculation_policy: A name, a policy, or a `SpeculationConfig`; "dsde" when neither this nor
             `speculation_config` is given.
         speculation_config: Everything else that can be set.
+        speculation_listeners: Hear of every round.
         tokenizer: The target's tokenizer; None to look for it beside the target.
         assistant_tokenizer: The draft's tokenizer, compared with the target's; None to look for it beside the draft.
         **kwargs: What `generate` prepared for the model's `forward`.
@@ -249,7 +254,7 @@ def generate(
     if generation_config.num_beams > 1:
         mode = GenerationMode.BEAM_SEARCH
     validation.check_mode(mode, generation_config, {"assistant_model": assistant_model})
-    speculation = Speculation.of(speculation_policy, speculation_config)
+    speculation = Speculation.of(speculation_policy, speculation_config, speculation_listeners)
     packed_attention = speculation.config.options.packed_attention
     validation.check_assistant(
         model, assistant_model, tokenizer, assistant_tokenizer, packed_attention=packed_attention

@@ -65,7 +65,7 @@ def check_hidden_policy(generation_config: GenerationConfig) -> None:
     Raises:
         ValueError: If the config carries an argument that belongs to `generate`.
     """
-    for name in ("speculation_policy", "speculation_config"):
+    for name in ("speculation_policy", "speculation_config", "speculation_listeners"):
         if getattr(generation_config, name, None) is not None:
             msg = (
                 f"generation_config.{name}={getattr(generation_config, name)!r} does nothing there. Pass {name}=... to "

@@ -1,17 +1,13 @@
-"""Where the time of a round goes, and what the policy takes of it, measured without waiting for the device."""
+"""Where the time of a round goes, measured without waiting for the device."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from hf_dsde.execution.torch_modes import without_autocast
-from hf_dsde.policies import BatchInfo, DraftStep, PhaseTimes, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.policies import PhaseTimes
 
 
 class _Mark(Protocol):
@@ -77,71 +73,3 @@ class PhaseClock:
             bookkeeping=verified.seconds_until(ended),
             policy=policy,
         )
-
-
-class TimedPolicy(StoppingPolicy):
-    """A policy that counts the seconds it takes on the host.
-
-    On a CUDA device these are the seconds to launch its work, not those the device needs for it.
-    """
-
-    name = "timed"
-
-    def __init__(self, policy: StoppingPolicy) -> None:
-        self._policy = policy
-        self._seconds = 0.0
-        self._device = torch.device("cpu")
-
-    @property
-    def requires(self) -> frozenset[Signal]:  # type: ignore[override] # may change when the policy starts
-        """The signals the loop has to compute for the policy."""
-        return self._policy.requires
-
-    @property
-    def stops_inside_round(self) -> bool:
-        """Whether the loop has to ask `should_stop` after every draft token."""
-        return self._policy.stops_inside_round
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count what happens inside as the policy's time: computing the signals that it asked for.
-
-        Autocast, which is for models, does not reach its arithmetic.
-        """
-        started = time.perf_counter()
-        try:
-            with without_autocast(self._device):
-                yield
-        finally:
-            self._seconds += time.perf_counter() - started
-
-    def take_seconds(self) -> float:
-        """Return the seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def start(self, batch: BatchInfo) -> None:
-        """Hand over."""
-        self._device = batch.device
-        with without_autocast(self._device):
-            self._policy.start(batch)
-
-    def draft_lengths(self) -> Tensor:
-        """Hand over, timed."""
-        with self.timed():
-            return self._policy.draft_lengths()
-
-    def should_stop(self, step: DraftStep) -> Tensor | None:
-        """Hand over, timed."""
-        with self.timed():
-            return self._policy.should_stop(step)
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        """Hand over, timed."""
-        with self.timed():
-            self._policy.observe(outcome)
-
-    def select_rows(self, index: Tensor) -> None:
-        """Hand over, timed."""
-        with self.timed():
-            self._policy.select_rows(index)

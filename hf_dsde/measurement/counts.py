@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from hf_dsde.policies.base import PhaseTimes
+    from hf_dsde.measurement.rounds import RoundRecord
 
 
 @dataclass(frozen=True)
@@ -172,61 +172,7 @@ class SpeculationCounts:
         return self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.bookkeeping_seconds
 
 
-@dataclass(frozen=True)
-class RecordedRound:
-    """A round as the loop reported it, before texts are settled; one entry per row."""
-
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
-    emitted: tuple[int, ...]
-    active: tuple[bool, ...]
-    draft_steps: int
-    pass_width: int
-    pass_rows: int
-    times: PhaseTimes
-    packed_tokens: int | None = None
-    recorded_passes: int = 0
-
-
-class RoundRecorder(Protocol):
-    """Takes note of what a loop does."""
-
-    def record_prefill(self, seconds: float) -> None:
-        """Add seconds spent on prompts."""
-
-    def record_round(self, *args: Any, **counts: Any) -> None:
-        """Add a round: the fields of `RecordedRound` by name, of which the last three may be left out."""
-
-
-def check_round(entry: RecordedRound, rows: int) -> None:
-    """Raise ValueError if the numbers of a round contradict each other."""
-    for name in ("drafted", "accepted", "emitted", "active"):
-        if len(getattr(entry, name)) != rows:
-            raise ValueError(f"`{name}` has {len(getattr(entry, name))} entries; need one per row, {rows}.")
-    for row in range(rows):
-        drafted, accepted, emitted = entry.drafted[row], entry.accepted[row], entry.emitted[row]
-        if not entry.active[row] and (drafted or accepted or emitted):
-            raise ValueError(
-                f"Row {row} is not `active` but has drafted={drafted}, accepted={accepted}, emitted={emitted}; "
-                f"pass zeros for finished rows."
-            )
-        if not (0 <= accepted <= drafted and 0 <= emitted <= accepted + 1):
-            raise ValueError(
-                f"Row {row} has drafted={drafted}, accepted={accepted}, emitted={emitted}; "
-                f"need 0 <= accepted <= drafted and 0 <= emitted <= accepted + 1."
-            )
-    if not sum(entry.active) <= entry.pass_rows <= rows:
-        raise ValueError(
-            f"`pass_rows` is {entry.pass_rows}; need at least the {sum(entry.active)} active rows and at most {rows}."
-        )
-    widest = max(entry.drafted, default=0)
-    if entry.pass_width < widest + 1:
-        raise ValueError(
-            f"`pass_width` is {entry.pass_width}, but the longest draft of {widest} tokens needs {widest + 1} columns."
-        )
-
-
-def settle(entry: RecordedRound, row: int, left: list[int]) -> RowCounts:
+def settle(entry: RoundRecord, row: int, left: list[int]) -> RowCounts:
     """What a round counts for a row whose text still lacks `left[row]` tokens; takes them off `left`."""
     if not entry.active[row] or not left[row]:
         return RowCounts(0, 0, 0, 0, 0)
@@ -240,7 +186,7 @@ def settle(entry: RecordedRound, row: int, left: list[int]) -> RowCounts:
     return RowCounts(1, inside, drafted - inside, min(accepted, emitted), emitted)
 
 
-def settle_all(rounds: Sequence[RecordedRound], output_lengths: Sequence[int]) -> NDArray[np.int64]:
+def settle_all(rounds: Sequence[RoundRecord], output_lengths: Sequence[int]) -> NDArray[np.int64]:
     """What `settle` says of every round and row, `[rounds, rows, fields of RowCounts]`, all rounds at once.
 
     Raises:
@@ -267,7 +213,7 @@ def settle_all(rounds: Sequence[RecordedRound], output_lengths: Sequence[int]) -
     return counts * counted[..., None]
 
 
-def count_round(entry: RecordedRound, total: RowCounts, rows: int) -> RoundCounts:
+def count_round(entry: RoundRecord, total: RowCounts, rows: int) -> RoundCounts:
     """One round from what `settle` left of it, the sum over all `rows`."""
     real_columns = total.rounds + total.drafted + total.past_end
     if entry.packed_tokens is None:

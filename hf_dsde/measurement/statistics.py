@@ -1,6 +1,6 @@
 """What a call of `generate` did: counts first, ratios derived from them once.
 
-The recorder takes one entry per round, as plain host numbers, and knows nothing of tensors or models. Texts
+The recorder keeps one entry per round, plain numbers on the host, and knows nothing of tensors or models. Texts
 can be cut after their rounds were recorded (a user's stopping criterion), so rows are settled only in
 `finish`: tokens are counted up to the end of each text and not beyond, while work (passes, columns, seconds)
 is counted as it was done.
@@ -12,28 +12,25 @@ import math
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.measurement.counts import (
-    RecordedRound,
     RoundCounts,
     RowCounts,
     SpeculationCounts,
     blocks_beyond,
-    check_round,
     count_round,
     ratio,
     settle_all,
 )
+from hf_dsde.measurement.rounds import RoundRecord, RoundRecorder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from hf_dsde.policies.base import PhaseTimes
 
 SCHEMA_VERSION = 1
 """Raised whenever a key of `SpeculationStatistics.to_dict` changes its name or its meaning."""
@@ -237,7 +234,7 @@ class SpeculationStatistics(SpeculationCounts):
         return views.summary_html(self)
 
 
-class StatisticsRecorder:
+class StatisticsRecorder(RoundRecorder):
     """Collects one entry per round while a batch is generated.
 
     Args:
@@ -248,59 +245,21 @@ class StatisticsRecorder:
     def __init__(self, rows: int, policy: str) -> None:
         self.rows = rows
         self.policy = policy
-        self._rounds: list[RecordedRound] = []
+        self._rounds: list[RoundRecord] = []
         self._prefill_seconds = 0.0
 
     def record_prefill(self, seconds: float) -> None:
         """Add seconds spent on prompts."""
         self._prefill_seconds += seconds
 
-    def record_round(
-        self,
-        *,
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        emitted: Sequence[int],
-        active: Sequence[bool],
-        draft_steps: int,
-        pass_width: int,
-        times: PhaseTimes,
-        pass_rows: int | None = None,
-        packed_tokens: int | None = None,
-        recorded_passes: int = 0,
-    ) -> None:
-        """Add one round. Sequences have one entry per row; rows that are not active have zeros.
-
-        Args:
-            drafted: Tokens each row drafted.
-            accepted: How many of them the target accepted, before any end of text.
-            emitted: Tokens each row gained, bonus or correction token included, after stopping criteria.
-            active: Rows that were generating when the round began.
-            draft_steps: Forward passes of the draft.
-            pass_width: Columns of the target's pass, padding included.
-            times: Seconds of the phases.
-            pass_rows: Rows in the target's pass, those included that had finished and still kept their place. None
-                stands for all.
-            packed_tokens: Tokens in the target's pass when it was packed; None when it was padded.
-            recorded_passes: Shapes of passes that were recorded meanwhile.
+    def on_round(self, record: RoundRecord) -> None:
+        """Add one round.
 
         Raises:
-            ValueError: If the numbers contradict each other.
+            ValueError: If its numbers contradict each other.
         """
-        entry = RecordedRound(
-            tuple(drafted),
-            tuple(accepted),
-            tuple(emitted),
-            tuple(active),
-            draft_steps,
-            pass_width,
-            self.rows if pass_rows is None else pass_rows,
-            times,
-            packed_tokens,
-            recorded_passes,
-        )
-        check_round(entry, self.rows)
-        self._rounds.append(entry)
+        record.check(self.rows)
+        self._rounds.append(replace(record, outcome=None))
 
     def finish(self, output_lengths: Sequence[int], recording: RecordingCosts | None = None) -> SpeculationStatistics:
         """Settle every row at the end of its text and sum up.

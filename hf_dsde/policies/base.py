@@ -40,12 +40,14 @@ class Signal(Enum):
     """How sure the target was of the correction or bonus token that ended the round."""
     TIMINGS = "timings"
     """Seconds spent in the phases of the round before."""
+    LOGITS = "logits"
+    """The drafted tokens and both models' raw logits for them: much memory, and more than a trace knows."""
     COSTS = "costs"
     """What draft steps and verification passes cost, in `BatchInfo.costs`."""
 
 
-LOGIT_SIGNALS = frozenset({Signal.KLD, Signal.REVERSE_KLD})
-"""Signals that compare the two models' raw logits."""
+LOGIT_SIGNALS = frozenset({Signal.KLD, Signal.REVERSE_KLD, Signal.LOGITS})
+"""Signals that need the two models' raw logits."""
 DRAFT_SIGNALS = LOGIT_SIGNALS | {Signal.ENTROPY, Signal.CONFIDENCE}
 """Signals that come from the distributions which tokens are drafted from."""
 
@@ -180,6 +182,10 @@ class RoundOutcome:
             correction or the bonus, was chosen from, shape `[rows]`, float32, nats. None unless `Signal.NEXT_TOKEN` was
             required.
         next_probability: That token's probability under the same distribution, shape `[rows]`, float32. None likewise.
+        tokens: The drafted tokens, shape `[rows, width]`, int64. None unless `Signal.LOGITS` was required, like what
+            follows.
+        draft_logits: The raw logits they were chosen from, shape `[rows, width, vocabulary]`, float32.
+        target_logits: The target's raw logits for the same positions, likewise.
         timings: Phases of the *previous* round, since this one's are known only after the policy has answered.
             None in the first round and unless `Signal.TIMINGS` was required.
     """
@@ -194,6 +200,9 @@ class RoundOutcome:
     acceptance: Tensor | None = None
     next_entropy: Tensor | None = None
     next_probability: Tensor | None = None
+    tokens: Tensor | None = None
+    draft_logits: Tensor | None = None
+    target_logits: Tensor | None = None
     timings: PhaseTimes | None = None
 
     @property

@@ -163,6 +163,8 @@ class Replay:
                 f"`prices` is None, but the policy {policy.name!r} requires {' and '.join(needed)}: pass the prices of "
                 "the setting it is to be judged by."
             )
+        if Signal.LOGITS in policy.requires:
+            raise ValueError(f"policy: {policy.name!r} requires logits, which a trace does not have; run it on models.")
         self._policy = policy
         self._ground = ground
         self._queue = queue
