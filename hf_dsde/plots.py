@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import inf, nan
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from hf_dsde.config import SpeculationConfig
+from hf_dsde.measurement.rounds import RoundListener, RoundRecord
 from hf_dsde.measurement.statistics import SpeculationStatistics
-from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
-from hf_dsde.policies.registry import create_policy
+from hf_dsde.policies import RoundOutcome, Signal
 from hf_dsde.utils.checks import check_integer
 from hf_dsde.utils.palette import COLOURS, MARKERS
 
@@ -34,53 +33,68 @@ PHASES = {"prefill": "0.6", "draft": "C0", "verify": "C1", "bookkeeping": "C2"}
 DOTS_PER_INCH = 80
 
 
-class LivePlot:
+class LivePlot(RoundListener):
     """Shows draft length and divergence of a few rows, round by round, while `generate` runs.
 
-        with LivePlot("dsde", rows=3) as plot:
-            model.generate(**inputs, assistant_model=draft, speculation_policy=plot.policy)
+        with LivePlot(rows=3) as plot:
+            model.generate(**inputs, assistant_model=draft, speculation_policy="dsde", speculation_listeners=[plot])
 
     In a notebook the picture is redrawn in place; elsewhere nothing is shown, and `figure` gives the picture at any
-    time. What is drawn is fetched from the device when it is drawn, not every round. The statistics of such a call
-    count drawing among the policy's seconds.
+    time. What is drawn is fetched from the device when it is drawn, not every round. Drawing is no part of a round on a
+    CPU; on a GPU it counts as verification where it takes longer than the target's pass, beside which it is done.
 
     Args:
-        policy: Whom to watch: a name, a policy, or a `SpeculationConfig`, of which only the policy is taken:
-            its other settings are given to `generate` as `speculation_config`.
-        rows: How many rows of the batch are shown, the first ones.
+        rows: How many rows of the batch are shown, the first ones. Where rows come and go, a row is a place in the
+            batch.
         labels: Names of these rows; by default their numbers.
 
-    Attributes:
-        policy: What to give to `generate` as `speculation_policy`. It decides as the watched one does.
-
     Raises:
-        ValueError: If `rows` is less than 1, a policy is not known, or there is not one label per row.
+        ValueError: If `rows` is less than 1, or there is not one label per row.
         ImportError: If matplotlib is not installed.
     """
 
-    def __init__(
-        self, policy: str | StoppingPolicy | SpeculationConfig = "dsde", rows: int = 3, labels: list[str] | None = None
-    ) -> None:
+    requires = frozenset({Signal.KLD})
+
+    def __init__(self, rows: int = 3, labels: list[str] | None = None) -> None:
         self._rows = check_integer("rows", rows, 1)
         self._labels = [f"row {row}" for row in range(rows)] if labels is None else list(labels)
         if len(self._labels) != rows:
             raise ValueError(f"`labels` has {len(self._labels)} entries; need one per row shown, `rows` = {rows}.")
         _new_figure(1, 1)  # A missing matplotlib is said before anything is generated.
-        self.policy = WatchedPolicy(_policy_of(policy), rows)
-        self.policy.on_round = self._redraw_if_due
         self._next_drawing = inf
         self._handle: Any = None
+        self._forget()
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Keep the round on the device, and draw if it is time. The first round of a call begins another picture."""
+        if record.index == 0:
+            self._forget()
+        if record.outcome is not None:
+            self._pending.append(_lengths_and_klds(record.outcome, self._rows))
+            self._redraw_if_due()
+
+    def rounds(self) -> tuple[list[list[float]], list[list[float]]]:
+        """Draft lengths and mean KLDs (nats) by round and row; fetches what is still on the device.
+
+        A length is nan where the row had ended or the batch has no such row, a KLD also where nothing was drafted.
+        """
+        if self._pending:
+            fetched = torch.stack(self._pending).tolist()
+            self._lengths += [lengths for lengths, _ in fetched]
+            self._klds += [klds for _, klds in fetched]
+            self._pending.clear()
+        return self._lengths, self._klds
 
     def figure(self) -> Figure:
         """The picture of the rounds so far: draft lengths above, mean KLD of each round's drafts below."""
-        lengths, klds = self.policy.rounds()
+        lengths, klds = self.rounds()
         figure = _new_figure(7.2, 4.2)
         upper, lower = figure.subplots(2, 1, sharex=True)
         for row, label in enumerate(self._labels):
             places = range(1, len(lengths) + 1)
             upper.plot(places, [each[row] for each in lengths], label=label, **_style(row))
             lower.plot(places, [each[row] for each in klds], **_style(row))
-        _finish(upper, f"Draft length of each row, policy '{self.policy.name}'", "draft tokens")
+        _finish(upper, "Draft length of each row", "draft tokens")
         _finish(lower, "Divergence of draft and target, mean of each round's draft", "KLD in nats")
         upper.set_ylim(bottom=0)
         lower.set_ylim(bottom=0)
@@ -102,6 +116,11 @@ class LivePlot:
             self._draw()
         self._next_drawing, self._handle = inf, None
 
+    def _forget(self) -> None:
+        self._pending: list[Tensor] = []
+        self._lengths: list[list[float]] = []
+        self._klds: list[list[float]] = []
+
     def _redraw_if_due(self) -> None:
         started = time.perf_counter()
         if started < self._next_drawing:
@@ -118,80 +137,6 @@ class LivePlot:
             self._handle = display(picture, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._handle.update(picture)
-
-
-class WatchedPolicy(StoppingPolicy):
-    """Decides as another policy does, and keeps length and mean KLD of the first rows in every round of the last call.
-
-    Under a loop whose rows come and go, a row is a place in the batch.
-
-    Args:
-        policy: Who decides.
-        rows: How many rows to keep, at least 1.
-    """
-
-    def __init__(self, policy: StoppingPolicy, rows: int) -> None:
-        self._policy = policy
-        self._rows = check_integer("rows", rows, 1)
-        self.on_round: Callable[[], None] | None = None
-        """Called without arguments after each round, if it is set."""
-        self._forget()
-
-    @property
-    def name(self) -> str:  # type: ignore[override] # of an instance, since it is another's
-        """The other policy's."""
-        return self._policy.name
-
-    @property
-    def requires(self) -> frozenset[Signal]:  # type: ignore[override] # the other's may change when a batch starts
-        """The other policy's signals, and the KLD."""
-        return self._policy.requires | {Signal.KLD}
-
-    @property
-    def stops_inside_round(self) -> bool:
-        """Whether the other policy does."""
-        return self._policy.stops_inside_round
-
-    def start(self, batch: BatchInfo) -> None:
-        """Forget the last call."""
-        self._forget()
-        self._policy.start(batch)
-
-    def draft_lengths(self) -> Tensor:
-        """The other policy's lengths, shape `[rows]`, int64."""
-        return self._policy.draft_lengths()
-
-    def should_stop(self, step: DraftStep) -> Tensor | None:
-        """The other policy's answer, shape `[rows]`, bool, or None."""
-        return self._policy.should_stop(step)
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        """Let the other policy learn, and keep the round on the device."""
-        self._policy.observe(outcome)
-        self._pending.append(_lengths_and_klds(outcome, self._rows))
-        if self.on_round is not None:
-            self.on_round()
-
-    def select_rows(self, index: Tensor) -> None:
-        """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
-        self._policy.select_rows(index)
-
-    def rounds(self) -> tuple[list[list[float]], list[list[float]]]:
-        """Draft lengths and mean KLDs (nats) by round and row; fetches what is still on the device.
-
-        A length is nan where the row had ended or the batch has no such row, a KLD also where nothing was drafted.
-        """
-        if self._pending:
-            fetched = torch.stack(self._pending).tolist()
-            self._lengths += [lengths for lengths, _ in fetched]
-            self._klds += [klds for _, klds in fetched]
-            self._pending.clear()
-        return self._lengths, self._klds
-
-    def _forget(self) -> None:
-        self._pending: list[Tensor] = []
-        self._lengths: list[list[float]] = []
-        self._klds: list[list[float]] = []
 
 
 def acceptance_figure(calls: Mapping[str, SpeculationStatistics], fewest: int = 10) -> Figure:
@@ -267,12 +212,6 @@ def speed_figure(by_length: Mapping[int, float], by_policy: Mapping[str, float])
     _finish(axes, "Speed by fixed draft length, and of policies", "tokens per second")
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
-
-
-def _policy_of(policy: str | StoppingPolicy | SpeculationConfig) -> StoppingPolicy:
-    if isinstance(policy, SpeculationConfig):
-        return policy.build_policy()
-    return create_policy(policy) if isinstance(policy, str) else policy
 
 
 def _lengths_and_klds(outcome: RoundOutcome, rows: int) -> Tensor:

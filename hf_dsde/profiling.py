@@ -7,19 +7,19 @@ weigh cost against gain start from, so that neither has to be found out again by
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import BatchCosts, CostModel
 from hf_dsde.decoding.cost_measurement import remembered_costs
+from hf_dsde.measurement.rounds import RoundListener, RoundRecord
 from hf_dsde.pairs import Pair, encode, generate_once
-from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StaticPolicy
+from hf_dsde.policies import Signal, StaticPolicy
 from hf_dsde.policies.batch_table import best_length, survival_probabilities
 from hf_dsde.utils.checks import check_integer
 
@@ -95,9 +95,9 @@ def profile_pair(
     profiles = []
     for rows in sorted(options.batch_sizes):
         on_step(f"batch of {rows}")
-        policy = _Recorder(options.draft_length)
-        _generate(pair, list(islice(cycle(prompts), rows)), policy, options)
-        survival = survival_probabilities(*policy.blocks())
+        blocks = _Blocks()
+        _generate(pair, list(islice(cycle(prompts), rows)), blocks, options)
+        survival = survival_probabilities(blocks.drafted, blocks.accepted)
         if not survival:
             raise ValueError(
                 f"`prompts` led to no draft in a batch of {rows}: answers end before a token could be drafted. "
@@ -115,42 +115,33 @@ def tuned_config(profiles: Sequence[BatchProfile]) -> SpeculationConfig:
     return SpeculationConfig("batch_table", {"table": table}, costs=costs.to_dict())
 
 
-@dataclass
-class _Blocks:
-    drafted: list[Tensor] = field(default_factory=list)
-    accepted: list[Tensor] = field(default_factory=list)
-
-
-class _Recorder(StaticPolicy):
-    """Drafts a fixed length and remembers what became of it; asks for costs, so that they are measured."""
+class _Blocks(RoundListener):
+    """Drafted and accepted tokens of every row and round in which something was drafted; has costs measured."""
 
     requires = frozenset({Signal.COSTS})
 
-    def start(self, batch: BatchInfo) -> None:
-        super().start(batch)
-        self._blocks = _Blocks()
+    def __init__(self) -> None:
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        self._blocks.drafted.append(outcome.drafted)
-        self._blocks.accepted.append(outcome.accepted)
-
-    def blocks(self) -> tuple[list[int], list[int]]:
-        """Drafted and accepted tokens of every row and round in which something was drafted."""
-        drafted, accepted = torch.cat(self._blocks.drafted), torch.cat(self._blocks.accepted)
-        real = drafted > 0
-        return drafted[real].tolist(), accepted[real].tolist()
+    def on_round(self, record: RoundRecord) -> None:
+        for drafted, accepted in zip(record.drafted, record.accepted, strict=True):
+            if drafted:
+                self.drafted.append(drafted)
+                self.accepted.append(accepted)
 
 
-def _generate(pair: Pair, prompts: Sequence[str], policy: _Recorder, options: ProfileOptions) -> None:
+def _generate(pair: Pair, prompts: Sequence[str], blocks: _Blocks, options: ProfileOptions) -> None:
     inputs = encode(pair.tokenizer, prompts).to(pair.target.device)
     sampling: dict[str, Any] = {"do_sample": options.temperature > 0}
     if options.temperature > 0:
         sampling["temperature"] = options.temperature
     torch.manual_seed(options.seed)
-    generate_once(pair, inputs, policy, max_new_tokens=options.max_new_tokens, **sampling)
+    policy, limit = StaticPolicy(options.draft_length), options.max_new_tokens
+    generate_once(pair, inputs, policy, speculation_listeners=[blocks], max_new_tokens=limit, **sampling)
 
 
 def _costs_of(target: PreTrainedModel, draft: PreTrainedModel) -> CostModel:
     known = remembered_costs(target, draft)
-    assert known is not None  # the recorder has asked for them
+    assert known is not None  # they were required
     return known

@@ -71,7 +71,7 @@ class BatchGenerator(Fingerprinted):
         speculation_policy: A policy's name, a policy, or a `SpeculationConfig`. None takes the policy of
             `speculation_config`, and `auto` where that is None too.
         speculation_config: Every other setting of speculation.
-        speculation_listeners: Hear of every round; a smaller batch, after memory ran out, counts them from 0 again.
+        speculation_listeners: Hear of every round. Each batch that a loop begins with counts from 0.
         batch_size: Rows of the batch, at least 1. Halved when the device runs out of memory.
         max_new_tokens: The most tokens after each prompt.
         stop_strings: Text or texts whose appearance ends generation.

@@ -90,7 +90,7 @@ class RoundListener(ABC):
     """
 
     requires: frozenset[Signal] = frozenset()
-    """Signals that `RoundRecord.outcome` is to have, whatever the policy asks for; `Signal.COSTS` has costs measured."""
+    """Signals that `RoundRecord.outcome` must have, whatever the policy asks for; `Signal.COSTS` has costs measured."""
 
     @abstractmethod
     def on_round(self, record: RoundRecord) -> None:

@@ -33,7 +33,7 @@ from hf_dsde.measurement.statistics import StatisticsRecorder
 from hf_dsde.pairs import Pair, encode, end_tokens
 from hf_dsde.trace.position_signals import position_signals
 from hf_dsde.trace.prompts import Prompt
-from hf_dsde.trace.rounds import RoundNotes, RoundRecording, WatchingPolicy
+from hf_dsde.trace.rounds import RoundNotes
 from hf_dsde.trace.schema import COMMITTED, DRAFTED
 from hf_dsde.trace.scoring import Text, score_answers
 from hf_dsde.trace.writer import FLOAT32_MANTISSA_BITS, TraceWriter
@@ -159,18 +159,16 @@ def _record_batch(pair: Pair, batch: _Batch, settings: _Settings, writer: TraceW
     draws = None
     if batch.temperature > 0:
         draws = torch.Generator().manual_seed(settings.seed + batch.first)
-    policy = WatchingPolicy(settings.draft_length)
-    notes = RoundNotes(len(batch.prompts), policy, draws)
-    texts = _generate(pair, batch, settings, policy, RoundRecording(notes=notes))
+    notes = RoundNotes(len(batch.prompts), draws)
+    texts = _generate(pair, batch, settings, notes)
     _write(writer, DRAFTED, batch, notes.columns())
     _write(writer, COMMITTED, batch, _committed(pair, texts, settings.speculation.options, draws))
 
 
-def _generate(
-    pair: Pair, batch: _Batch, settings: _Settings, policy: WatchingPolicy, recording: RoundRecording
-) -> list[Text]:
-    """Let the loop answer a batch, its rounds going to `recording`; the caller's random state stays as it was."""
+def _generate(pair: Pair, batch: _Batch, settings: _Settings, notes: RoundNotes) -> list[Text]:
+    """Let the loop answer a batch while `notes` listens; the caller's random state stays as it was."""
     config = settings.speculation
+    policy = config.build_policy()
     input_ids = batch.inputs["input_ids"]
     sequences = SequenceBatch(
         input_ids,
@@ -192,7 +190,7 @@ def _generate(
         statistics=StatisticsRecorder(sequences.rows, policy.name),
         do_sample=batch.temperature > 0,
         config=config,
-        recording=recording,
+        listeners=[notes],
     )
     devices = {model.device for model in (pair.target, pair.draft) if model.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):
