@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -23,8 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dsde import BatchGenerator
-from hf_dsde.batch.job_statistics import RowCounter
+from hf_dsde import BatchGenerator, RoundListener, RoundRecord
 from hf_dsde.bench.methods import Request, parse_policy
 from hf_dsde.bench.pairs import load_named_pair
 from hf_dsde.bench.provenance import collect
@@ -34,7 +32,9 @@ from hf_dsde.pairs import Pair
 console = Console()
 
 
-def make_generator(pair: Pair, policy: str, batch_size: int, *, refill: bool) -> BatchGenerator:
+def make_generator(
+    pair: Pair, policy: str, batch_size: int, *, refill: bool, listeners: Sequence[RoundListener]
+) -> BatchGenerator:
     """A generator whose texts end at their limits alone."""
     arguments = Request(1).arguments(pair)
     del arguments["max_new_tokens"]
@@ -43,29 +43,24 @@ def make_generator(pair: Pair, policy: str, batch_size: int, *, refill: bool) ->
         pair.tokenizer,
         assistant_model=pair.draft,
         speculation_policy=parse_policy(policy).config,
+        speculation_listeners=listeners,
         batch_size=batch_size,
         refill=refill,
         **arguments,
     )
 
 
-@contextmanager
-def noted_rounds() -> Iterator[list[dict[str, float]]]:
-    """Collect of each round how many rows were active, how many were in the pass, and what the active ones drafted."""
-    rounds: list[dict[str, float]] = []
-    original = RowCounter.record_round
+class NotedRounds(RoundListener):
+    """Collects of each round how many rows were active, how many were in the pass, and what the active ones drafted."""
 
-    def record(self: RowCounter, **counts: Any) -> None:
-        active = sum(counts["active"])
-        drafted = sum(counts["drafted"]) / max(active, 1)
-        rounds.append({"active": active, "pass_rows": counts["pass_rows"], "drafted_by_row": drafted})
-        original(self, **counts)
+    def __init__(self) -> None:
+        self.rounds: list[dict[str, float]] = []
 
-    RowCounter.record_round = record  # type: ignore[method-assign]
-    try:
-        yield rounds
-    finally:
-        RowCounter.record_round = original  # type: ignore[method-assign]
+    def on_round(self, record: RoundRecord) -> None:
+        """Note a round."""
+        active = sum(record.active)
+        drafted = sum(record.drafted) / max(active, 1)
+        self.rounds.append({"active": active, "pass_rows": record.pass_rows, "drafted_by_row": drafted})
 
 
 def timed(generate: Callable[[], Any], tokens: int) -> float:
@@ -98,8 +93,9 @@ def main(
     limits = [numbers.randint(shortest, longest) for _ in texts]
     conversations = [[{"role": "user", "content": text}] for text in texts]
     rows = datasets.Dataset.from_dict({"messages": conversations, "max_new_tokens": limits})
-    refilled = make_generator(models, policy, batch_size, refill=True)
-    fixed = make_generator(models, policy, batch_size, refill=False)
+    noted = NotedRounds()
+    refilled = make_generator(models, policy, batch_size, refill=True, listeners=[noted])
+    fixed = make_generator(models, policy, batch_size, refill=False, listeners=[])
 
     def stream(generator: BatchGenerator) -> None:
         for result in generator.stream(rows):
@@ -115,13 +111,11 @@ def main(
     for name, method in list(methods.items()) * warmups:
         console.print(f"{name}: {timed(method, sum(limits)):.0f} tokens/s while warming up", style="dim")
     details = {}
-    lengths: list[dict[str, float]] = []
     for _ in range(repeats):
         for name, method in methods.items():
-            with noted_rounds() as rounds:
-                speeds[name].append(timed(method, sum(limits)))
             if name == "refill":
-                lengths = rounds
+                noted.rounds.clear()
+            speeds[name].append(timed(method, sum(limits)))
             if name != "map":
                 statistics = (refilled if name == "refill" else fixed).statistics
                 details[name] = {**vars(statistics), "idle_share": statistics.idle_share}
@@ -134,16 +128,16 @@ def main(
         table.add_row(name, *(f"{f(found):.0f}" for f in (median, min, max)), f"{ratios[name]:.3f}")
     console.print(table)
     parts = Table("rounds", "active rows", "tokens drafted per row", title="over the job, refilled")
-    step = -(-len(lengths) // 12)
-    for start in range(0, len(lengths), step):
-        part = lengths[start : start + step]
+    step = -(-len(noted.rounds) // 12)
+    for start in range(0, len(noted.rounds), step):
+        part = noted.rounds[start : start + step]
         cells = (f"{mean(entry[key] for entry in part):.2f}" for key in ("active", "drafted_by_row"))
         parts.add_row(f"{start} to {start + len(part) - 1}", *cells)
     console.print(parts)
     settings = {"pair": pair, "policy": policy, "count": count, "batch_size": batch_size, "limits": limits}
     provenance = collect(device, torch.bfloat16)
     content = {"provenance": provenance, "settings": settings, "speeds": speeds, "ratios": ratios, "details": details}
-    content["rounds"] = lengths
+    content["rounds"] = noted.rounds
     output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hf_dsde.divergence import DEFAULT_TOLERANCE_ULPS, RowComparison, Verdict
 from hf_dsde.evaluate_modules import MODULES, module_path
 from hf_dsde.measurement.counts import RowCounts
+from hf_dsde.measurement.rounds import RoundRecord
 from hf_dsde.measurement.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.policies.base import PhaseTimes
 
@@ -95,15 +96,9 @@ def recorded_call(accepted_by_round):
     """Statistics of a call of two rows, 3 drafted tokens a round each, whose texts end before their last token."""
     recorder = StatisticsRecorder(2, "static")
     for accepted in accepted_by_round:
-        recorder.record_round(
-            drafted=(3, 3),
-            accepted=accepted,
-            emitted=tuple(number + 1 for number in accepted),
-            active=(True, True),
-            draft_steps=3,
-            pass_width=4,
-            times=PhaseTimes(0.0, 0.0, 0.0),
-        )
+        counts = {"drafted": (3, 3), "accepted": accepted, "emitted": [number + 1 for number in accepted]}
+        passes = {"draft_steps": 3, "pass_width": 4, "pass_rows": 2, "times": PhaseTimes(0.0, 0.0, 0.0)}
+        recorder.on_round(RoundRecord(**counts, **passes, active=(True, True)))
     emitted = [sum(number + 1 for number in of_row) for of_row in zip(*accepted_by_round, strict=True)]
     return recorder.finish([number - 1 for number in emitted])
 

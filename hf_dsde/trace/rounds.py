@@ -1,7 +1,7 @@
 """Listens to the rounds of a decoding loop and notes the scalars of every drafted position.
 
-The record of a round has both models' raw logits of the whole draft, the rejected part included, where somebody asks for
-them. So nothing about the loop has to be different for a recording. Logits are let go with the record.
+Where somebody asks for them, the record of a round has both models' raw logits of the whole draft, the rejected part
+included. So nothing about the loop has to be different for a recording. Logits are let go with the record.
 """
 
 from __future__ import annotations

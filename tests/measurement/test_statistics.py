@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_dsde.measurement import counts
+from hf_dsde.measurement.rounds import RoundRecord
 from hf_dsde.measurement.statistics import SpeculationStatistics, SpeculationWarning, StatisticsRecorder
 
 
@@ -49,15 +50,18 @@ def record(
         width = max(entry[0] for entry in entries)
         drafted, accepted, emitted = zip(*entries, strict=True)
         of_round = times[number] if isinstance(times, Sequence) else times
-        recorder.record_round(
-            drafted=drafted,
-            accepted=accepted,
-            emitted=emitted,
-            active=[block is not None for block in blocks],
-            draft_steps=width,
-            pass_width=width + 1,
-            packed_tokens=packed_tokens,
-            times=of_round or Times(draft=width * 1.0, verify=4.0, bookkeeping=1.0),
+        recorder.on_round(
+            RoundRecord(
+                drafted=drafted,
+                accepted=accepted,
+                emitted=emitted,
+                active=[block is not None for block in blocks],
+                draft_steps=width,
+                pass_width=width + 1,
+                pass_rows=len(blocks),
+                packed_tokens=packed_tokens,
+                times=of_round or Times(draft=width * 1.0, verify=4.0, bookkeeping=1.0),
+            )
         )
     return recorder
 
@@ -231,11 +235,12 @@ def test_contradicting_numbers_are_refused(change: dict[str, object], message: s
         "active": [True, True],
         "draft_steps": 2,
         "pass_width": 3,
+        "pass_rows": 2,
         "times": Times(),
     }
-    StatisticsRecorder(2, "fixed").record_round(**arguments)  # type: ignore[arg-type]
+    StatisticsRecorder(2, "fixed").on_round(RoundRecord(**arguments))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
-        StatisticsRecorder(2, "fixed").record_round(**{**arguments, **change})  # type: ignore[arg-type]
+        StatisticsRecorder(2, "fixed").on_round(RoundRecord(**{**arguments, **change}))  # type: ignore[arg-type]
 
 
 def test_number_of_output_lengths_must_be_the_number_of_rows() -> None:
@@ -393,10 +398,10 @@ def test_prefill_is_summed_and_part_of_the_total() -> None:
     assert statistics.tokens_per_second == pytest.approx(2 / 6.75)
 
 
-Settle = Callable[[counts.RecordedRound, int, list[int]], counts.RowCounts]
+Settle = Callable[[RoundRecord, int, list[int]], counts.RowCounts]
 
 
-def settled_by(settle: Settle, rounds: list[counts.RecordedRound], output_lengths: Sequence[int]) -> Any:
+def settled_by(settle: Settle, rounds: list[RoundRecord], output_lengths: Sequence[int]) -> Any:
     """What `counts.settle_all` returns, round by round and row by row."""
     left = list(output_lengths)
     return np.array([[astuple(settle(entry, row, left)) for row in range(len(left))] for entry in rounds])
@@ -412,20 +417,20 @@ def test_all_rounds_at_once_are_settled_as_one_after_another(data: st.DataObject
         drafted = [data.draw(st.integers(0, 4)) if on else 0 for on in active]
         accepted = [data.draw(st.integers(0, count)) for count in drafted]
         emitted = [data.draw(st.integers(0, a + 1)) if on else 0 for a, on in zip(accepted, active, strict=True)]
-        fields = (drafted, accepted, emitted, active)
-        rounds.append(counts.RecordedRound(*map(tuple, fields), 0, 9, rows, Times()))
+        fields = {"drafted": drafted, "accepted": accepted, "emitted": emitted, "active": active}
+        rounds.append(RoundRecord(**fields, draft_steps=0, pass_width=9, pass_rows=rows, times=Times()))
     totals = [sum(entry.emitted[row] for entry in rounds) for row in range(rows)]
     lengths = [data.draw(st.integers(0, total)) for total in totals]
     assert (counts.settle_all(rounds, lengths) == settled_by(counts.settle, rounds, lengths)).all()
 
 
-def settle_without_clipping(entry: counts.RecordedRound, row: int, left: list[int]) -> counts.RowCounts:
+def settle_without_clipping(entry: RoundRecord, row: int, left: list[int]) -> counts.RowCounts:
     emitted = entry.emitted[row]
     left[row] = max(0, left[row] - emitted)
     return counts.RowCounts(int(entry.active[row]), entry.drafted[row], 0, entry.accepted[row], emitted)
 
 
-def settle_calling_the_unjudged_rejected(entry: counts.RecordedRound, row: int, left: list[int]) -> counts.RowCounts:
+def settle_calling_the_unjudged_rejected(entry: RoundRecord, row: int, left: list[int]) -> counts.RowCounts:
     if not entry.active[row] or not left[row]:
         return counts.RowCounts(0, 0, 0, 0, 0)
     emitted = min(entry.emitted[row], left[row])

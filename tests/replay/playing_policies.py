@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
 
-EVERYTHING = frozenset(Signal) - {Signal.TIMINGS, Signal.COSTS}
+EVERYTHING = frozenset(Signal) - {Signal.TIMINGS, Signal.COSTS, Signal.LOGITS}
 
 
 class Witness(StoppingPolicy):
