@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny_models import noisy_copy, tiny_model
 
-from hf_dsde import SpeculationConfig, enable, plots
-from hf_dsde.plots import LivePlot, WatchedPolicy, acceptance_figure, speed_figure, time_figure
-from hf_dsde.policies import BatchInfo, RoundOutcome, Signal
+from hf_dsde import RoundRecord, enable, plots
+from hf_dsde.plots import LivePlot, acceptance_figure, speed_figure, time_figure
+from hf_dsde.policies import PhaseTimes, RoundOutcome
 from hf_dsde.policies.registry import create_policy
 
 PROMPTS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]])
@@ -24,20 +24,21 @@ def pair():
     return target, noisy_copy(target, 0.05)
 
 
-def generate(pair, policy, **arguments):
+def generate(pair, policy, *listeners, **arguments):
     target, draft = pair
     settings = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, **arguments}
-    return target.generate(PROMPTS, assistant_model=draft, speculation_policy=policy, **settings)
+    return target.generate(
+        PROMPTS, assistant_model=draft, speculation_policy=policy, speculation_listeners=listeners, **settings
+    )
 
 
-def outcome(drafted, kld, active=None):
-    drafted = torch.tensor(drafted)
-    active = torch.ones_like(drafted, dtype=torch.bool) if active is None else torch.tensor(active)
-    return RoundOutcome(drafted, torch.zeros_like(drafted), active, None if kld is None else torch.tensor(kld))
-
-
-def batch(rows):
-    return BatchInfo(rows, torch.device("cpu"), 100, 8, 50)
+def record(index, drafted, kld, active=None):
+    """A round with what a plot looks at."""
+    zeros, active = [0] * len(drafted), active or [True] * len(drafted)
+    outcome = RoundOutcome(*map(torch.tensor, (drafted, zeros, active)), None if kld is None else torch.tensor(kld))
+    counts = {"drafted": drafted, "accepted": zeros, "emitted": zeros, "active": active, "index": index}
+    passes = {"draft_steps": 0, "pass_width": 9, "pass_rows": len(drafted), "times": PhaseTimes(0.0, 0.0, 0.0)}
+    return RoundRecord(**counts, **passes, outcome=outcome)
 
 
 def same(found, expected):
@@ -50,75 +51,49 @@ def same(found, expected):
 @pytest.mark.parametrize("name", ["static", "heuristic", "confidence", "dsde", "svip", "tapout", "goodput", "auto"])
 def test_watching_changes_neither_texts_nor_lengths(pair, name):
     alone = generate(pair, name)
-    watched = generate(pair, WatchedPolicy(create_policy(name), 2))
+    watched = generate(pair, name, LivePlot(2))
     assert torch.equal(alone.sequences, watched.sequences)
     before, after = alone.speculation_statistics, watched.speculation_statistics
-    assert after.policy == name
     assert after.rows == before.rows
     assert [r.draft_steps for r in after.rounds] == [r.draft_steps for r in before.rounds]
 
 
 def test_lengths_are_those_that_the_statistics_count(pair):
-    policy = WatchedPolicy(create_policy("dsde"), len(PROMPTS))
-    statistics = generate(pair, policy).speculation_statistics
-    lengths, klds = policy.rounds()
+    plot = LivePlot(len(PROMPTS))
+    statistics = generate(pair, "dsde", plot).speculation_statistics
+    lengths, klds = plot.rounds()
     drafted = [sum(int(n) for n in each if not math.isnan(n)) for each in lengths]
     assert drafted == [r.drafted + r.past_end for r in statistics.rounds]
     assert len(klds) == len(lengths)
 
 
 def test_klds_are_means_over_what_was_drafted():
-    policy = WatchedPolicy(create_policy("static"), 3)
-    policy.start(batch(4))
-    policy.observe(outcome([2, 1, 0, 2], [[1.0, 3.0], [5.0, math.nan], [math.nan, 7.0], [0.0, 0.0]]))
-    policy.observe(outcome([0, 0, 0, 0], None, [True, False, True, True]))
-    lengths, klds = policy.rounds()
+    plot = LivePlot(3)
+    plot.on_round(record(0, [2, 1, 0, 2], [[1.0, 3.0], [5.0, math.nan], [math.nan, 7.0], [0.0, 0.0]]))
+    plot.on_round(record(1, [0, 0, 0, 0], None, [True, False, True, True]))
+    lengths, klds = plot.rounds()
     assert same(lengths, [[2, 1, 0], [0, math.nan, 0]])
     assert same(klds, [[2.0, 5.0, math.nan], [math.nan] * 3])
 
 
-def test_rows_that_the_batch_lacks_are_unknown():
-    policy = WatchedPolicy(create_policy("static"), 2)
-    policy.start(batch(1))
-    policy.observe(outcome([1], [[0.5]]))
-    lengths, klds = policy.rounds()
-    assert same(lengths, [[1, math.nan]])
-    assert same(klds, [[0.5, math.nan]])
-
-
-def test_more_is_required_than_the_watched_policy_requires():
-    assert WatchedPolicy(create_policy("auto"), 1).requires == {*create_policy("auto").requires, Signal.KLD}
-    assert WatchedPolicy(create_policy("svip"), 1).stops_inside_round
-    assert not WatchedPolicy(create_policy("static"), 1).stops_inside_round
-
-
-def test_rows_that_leave_and_join_do_so_in_the_watched_policy():
-    alone, watched = create_policy("heuristic"), WatchedPolicy(create_policy("heuristic"), 2)
-    for policy in (alone, watched):
-        policy.start(batch(2))
-        policy.observe(outcome([5, 5], [[0.0] * 5] * 2))
-        policy.select_rows(torch.tensor([0, -1, 1]))
-    assert watched.draft_lengths().tolist() == alone.draft_lengths().tolist() == [4, 5, 4]
-
-
-def test_each_call_begins_again():
-    policy = WatchedPolicy(create_policy("static"), 1)
+def test_rows_that_the_batch_lacks_are_unknown_and_each_call_begins_again():
+    plot = LivePlot(2)
     for _ in range(2):
-        policy.start(batch(1))
-        policy.observe(outcome([1], [[0.5]]))
-        assert policy.rounds() == ([[1.0]], [[0.5]])
+        plot.on_round(record(0, [1], [[0.5]]))
+        lengths, klds = plot.rounds()
+        assert same(lengths, [[1, math.nan]])
+        assert same(klds, [[0.5, math.nan]])
 
 
 def test_the_picture_has_a_line_for_each_row_in_both_panels(pair):
-    with LivePlot("static", rows=2, labels=["first", "second"]) as plot:
-        generate(pair, plot.policy)
+    with LivePlot(rows=2, labels=["first", "second"]) as plot:
+        generate(pair, "static", plot)
     upper, lower = plot.figure().axes
-    lengths, klds = plot.policy.rounds()
+    lengths, klds = plot.rounds()
     for axes, values in ((upper, lengths), (lower, klds)):
         shown = [list(line.get_ydata()) for line in axes.get_lines()]
         assert same(shown, [list(row) for row in zip(*values, strict=True)])
     assert [line.get_label() for line in upper.get_lines()] == ["first", "second"]
-    assert "static" in upper.get_title()
 
 
 class Display:
@@ -157,66 +132,57 @@ def notebook(monkeypatch):
 
 def play(plot, clock, rounds):
     with plot:
-        plot.policy.start(batch(3))
-        for _ in range(rounds):
+        for index in range(rounds):
             clock.now += 0.2
-            plot.policy.observe(outcome([1, 1, 1], [[0.5]] * 3))
+            plot.on_round(record(index, [1, 1, 1], [[0.5]] * 3))
 
 
 def test_a_notebook_sees_a_picture_every_half_second_and_the_last_one(notebook):
     clock, shown = notebook
-    play(LivePlot("static"), clock, rounds=10)
+    play(LivePlot(), clock, rounds=10)
     assert shown.drawn == pytest.approx([100.2, 100.8, 101.4, 102.0, 102.0])
 
 
 def test_slow_drawing_takes_a_tenth_of_the_time(notebook):
     clock, shown = notebook
     clock.drawing = 0.5
-    play(LivePlot("static"), clock, rounds=100)
+    play(LivePlot(), clock, rounds=100)
     assert (len(shown.drawn) - 1) * clock.drawing <= 0.11 * (clock.now - 100.0)
     assert len(shown.drawn) >= 4
 
 
 def test_a_picture_is_drawn_although_generation_fails(notebook):
     _, shown = notebook
-    with pytest.raises(ZeroDivisionError), LivePlot("static"):
+    with pytest.raises(ZeroDivisionError), LivePlot():
         raise ZeroDivisionError
     assert len(shown.drawn) == 1
 
 
 def test_outside_notebooks_nothing_is_shown(pair, capsys):
-    with LivePlot("static") as plot:
-        generate(pair, plot.policy)
+    with LivePlot() as plot:
+        generate(pair, "static", plot)
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_png_is_a_picture_and_the_same_each_time(pair):
-    plot = LivePlot("static")
-    generate(pair, plot.policy)
+    plot = LivePlot()
+    generate(pair, "static", plot)
     first, second = plots._png(plot.figure()), plots._png(plot.figure())
     assert first.startswith(b"\x89PNG")
     assert first == second
 
 
-def test_a_policy_may_come_in_a_config(pair):
-    plot = LivePlot(SpeculationConfig("static", {"num_draft_tokens": 3}), rows=1)
-    generate(pair, plot.policy)
-    assert max(row[0] for row in plot.policy.rounds()[0]) == 3
-
-
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="`rows` is 0"):
-        LivePlot("static", rows=0)
+        LivePlot(rows=0)
     with pytest.raises(ValueError, match=r"`labels` has 1 entries; need one per row shown, `rows` = 2"):
-        LivePlot("static", rows=2, labels=["only"])
-    with pytest.raises(ValueError, match="nonsense"):
-        LivePlot("nonsense")
+        LivePlot(rows=2, labels=["only"])
 
 
 def test_missing_matplotlib_is_said_before_anything_is_generated(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"hf-dsde\[plots\]"):
-        LivePlot("static")
+        LivePlot()
 
 
 def test_acceptance_is_drawn_by_position_of_calls_that_drafted(pair):
