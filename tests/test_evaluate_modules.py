@@ -11,13 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_rounds import round_record
 
 from hf_dsde.divergence import DEFAULT_TOLERANCE_ULPS, RowComparison, Verdict
 from hf_dsde.evaluate_modules import MODULES, module_path
 from hf_dsde.measurement.counts import RowCounts
-from hf_dsde.measurement.rounds import RoundRecord
 from hf_dsde.measurement.statistics import SpeculationStatistics, StatisticsRecorder
-from hf_dsde.policies.base import PhaseTimes
 
 evaluate = pytest.importorskip("evaluate")
 
@@ -96,9 +95,7 @@ def recorded_call(accepted_by_round):
     """Statistics of a call of two rows, 3 drafted tokens a round each, whose texts end before their last token."""
     recorder = StatisticsRecorder(2, "static")
     for accepted in accepted_by_round:
-        counts = {"drafted": (3, 3), "accepted": accepted, "emitted": [number + 1 for number in accepted]}
-        passes = {"draft_steps": 3, "pass_width": 4, "pass_rows": 2, "times": PhaseTimes(0.0, 0.0, 0.0)}
-        recorder.on_round(RoundRecord(**counts, **passes, active=(True, True)))
+        recorder.on_round(round_record((3, 3), accepted))
     emitted = [sum(number + 1 for number in of_row) for of_row in zip(*accepted_by_round, strict=True)]
     return recorder.finish([number - 1 for number in emitted])
 

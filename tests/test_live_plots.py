@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import noisy_copy, tiny_model
+from tiny_rounds import round_record
 
-from hf_dsde import RoundRecord, enable, plots
+from hf_dsde import enable, plots
 from hf_dsde.plots import LivePlot, acceptance_figure, speed_figure, time_figure
-from hf_dsde.policies import PhaseTimes, RoundOutcome
+from hf_dsde.policies import RoundOutcome
 from hf_dsde.policies.registry import create_policy
 
 PROMPTS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]])
@@ -36,9 +37,7 @@ def record(index, drafted, kld, active=None):
     """A round with what a plot looks at."""
     zeros, active = [0] * len(drafted), active or [True] * len(drafted)
     outcome = RoundOutcome(*map(torch.tensor, (drafted, zeros, active)), None if kld is None else torch.tensor(kld))
-    counts = {"drafted": drafted, "accepted": zeros, "emitted": zeros, "active": active, "index": index}
-    passes = {"draft_steps": 0, "pass_width": 9, "pass_rows": len(drafted), "times": PhaseTimes(0.0, 0.0, 0.0)}
-    return RoundRecord(**counts, **passes, outcome=outcome)
+    return round_record(drafted, zeros, active=active, index=index, outcome=outcome)
 
 
 def same(found, expected):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from tiny_rounds import round_record
 
 from hf_dsde.batch.job_statistics import JobStatistics, RowCounter
 from hf_dsde.measurement.counts import settle
-from hf_dsde.measurement.rounds import RoundRecord
 from hf_dsde.policies.base import PhaseTimes
 
 TIMES = PhaseTimes(0.5, 0.25, 0.125)
@@ -35,12 +35,12 @@ def test_texts_cost_what_their_rounds_add_up_to_also_when_they_ended_some_rounds
     row_rounds = 0
     for _ in range(60):
         counts = _round(numbers, list(active))
-        counter.on_round(RoundRecord(**counts, draft_steps=2, pass_width=5, pass_rows=ROWS, times=TIMES))
+        counter.on_round(round_record(**counts, draft_steps=2, times=TIMES))
         row_rounds += sum(active)
         for row in range(ROWS):
             if active[row]:
                 own = {name: (counts[name][row],) for name in ("drafted", "accepted", "emitted", "active")}
-                rounds[row].append(RoundRecord(**own, draft_steps=2, pass_width=5, pass_rows=1, times=TIMES))
+                rounds[row].append(round_record(**own))
         for row in range(ROWS):
             if active[row] and numbers.random() < 0.15:
                 length = max(sum(entry.emitted[0] for entry in rounds[row]) - numbers.choice([0, 0, 1, 3, 9]), 0)
@@ -60,9 +60,8 @@ def test_texts_cost_what_their_rounds_add_up_to_also_when_they_ended_some_rounds
 
 def test_rounds_are_kept_only_while_a_text_of_theirs_is_under_way():
     counter = RowCounter(2, JobStatistics())
-    counts = {"drafted": [0, 0], "accepted": [0, 0], "emitted": [1, 1], "active": [True, True]}
     for index in range(1000):
-        counter.on_round(RoundRecord(**counts, draft_steps=0, pass_width=1, pass_rows=2, times=TIMES))
+        counter.on_round(round_record([0, 0], [0, 0]))
         counter.end(0, 1, 1)
         counter.begin(0)
         if index % 10 == 9:

@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -14,25 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_rounds import phases, round_record
 
 from hf_dsde.measurement import counts
 from hf_dsde.measurement.rounds import RoundRecord
 from hf_dsde.measurement.statistics import SpeculationStatistics, SpeculationWarning, StatisticsRecorder
-
-
-@dataclass(frozen=True)
-class Times:
-    """Stands in for `PhaseTimes`, so that counting is tested without importing torch."""
-
-    draft: float = 0.0
-    verify: float = 0.0
-    bookkeeping: float = 0.0
-    policy: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.draft + self.verify + self.bookkeeping
-
+from hf_dsde.policies import PhaseTimes
 
 Block = tuple[int, int, int]
 """drafted, accepted, emitted"""
@@ -40,7 +27,7 @@ Block = tuple[int, int, int]
 
 def record(
     rounds: Sequence[Sequence[Block | None]],
-    times: Times | Sequence[Times] | None = None,
+    times: PhaseTimes | Sequence[PhaseTimes] | None = None,
     packed_tokens: int | None = None,
 ) -> StatisticsRecorder:
     """A recorder fed with one block per round and row; None is a row that is not active."""
@@ -51,16 +38,13 @@ def record(
         drafted, accepted, emitted = zip(*entries, strict=True)
         of_round = times[number] if isinstance(times, Sequence) else times
         recorder.on_round(
-            RoundRecord(
-                drafted=drafted,
-                accepted=accepted,
+            round_record(
+                drafted,
+                accepted,
                 emitted=emitted,
                 active=[block is not None for block in blocks],
-                draft_steps=width,
-                pass_width=width + 1,
-                pass_rows=len(blocks),
                 packed_tokens=packed_tokens,
-                times=of_round or Times(draft=width * 1.0, verify=4.0, bookkeeping=1.0),
+                times=of_round or phases(draft=width * 1.0, verify=4.0, bookkeeping=1.0),
             )
         )
     return recorder
@@ -228,19 +212,10 @@ def test_output_longer_than_what_was_emitted_is_an_internal_error() -> None:
     ],
 )
 def test_contradicting_numbers_are_refused(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {
-        "drafted": [2, 0],
-        "accepted": [1, 0],
-        "emitted": [2, 1],
-        "active": [True, True],
-        "draft_steps": 2,
-        "pass_width": 3,
-        "pass_rows": 2,
-        "times": Times(),
-    }
-    StatisticsRecorder(2, "fixed").on_round(RoundRecord(**arguments))  # type: ignore[arg-type]
+    usual = {"drafted": [2, 0], "accepted": [1, 0]}
+    StatisticsRecorder(2, "fixed").on_round(round_record(**usual))
     with pytest.raises(ValueError, match=message):
-        StatisticsRecorder(2, "fixed").on_round(RoundRecord(**{**arguments, **change}))  # type: ignore[arg-type]
+        StatisticsRecorder(2, "fixed").on_round(round_record(**{**usual, "pass_width": 3, **change}))  # type: ignore[arg-type]
 
 
 def test_number_of_output_lengths_must_be_the_number_of_rows() -> None:
@@ -248,15 +223,15 @@ def test_number_of_output_lengths_must_be_the_number_of_rows() -> None:
         record([[(2, 1, 2)]]).finish([2, 0])
 
 
-def timed(rounds: Sequence[tuple[int, int, Times]]) -> SpeculationStatistics:
+def timed(rounds: Sequence[tuple[int, int, PhaseTimes]]) -> SpeculationStatistics:
     """One row; each round is its drafted and accepted tokens and its times."""
     blocks = [[(drafted, accepted, accepted + 1)] for drafted, accepted, _ in rounds]
     return record(blocks, [times for *_, times in rounds]).finish([sum(a + 1 for _, a, _ in rounds)])
 
 
 def test_predicted_speedup_by_hand() -> None:
-    plain = Times(draft=0.0, verify=9.0, bookkeeping=1.0)
-    speculative = Times(draft=6.0, verify=11.0, bookkeeping=1.0)
+    plain = phases(draft=0.0, verify=9.0, bookkeeping=1.0)
+    speculative = phases(draft=6.0, verify=11.0, bookkeeping=1.0)
     statistics = timed([(0, 0, plain), (3, 3, speculative), (3, 1, speculative)])
     assert statistics.plain_step_seconds == 10.0
     assert statistics.plain_steps == 7
@@ -267,7 +242,7 @@ def test_predicted_speedup_by_hand() -> None:
 
 
 def test_predicted_speedup_counts_steps_to_the_end_of_the_longest_row() -> None:
-    plain, speculative = Times(verify=10.0), Times(draft=2.0, verify=10.0)
+    plain, speculative = phases(verify=10.0), phases(draft=2.0, verify=10.0)
     rounds = [[(0, 0, 1), (0, 0, 1)], [(2, 2, 3), (2, 0, 1)], [None, (2, 0, 1)], [None, (2, 0, 1)]]
     statistics = record(rounds, [plain, *[speculative] * 3]).finish([4, 4])
     assert statistics.predicted_speedup == pytest.approx(4 * 10 / (10 + 3 * 12))
@@ -276,15 +251,15 @@ def test_predicted_speedup_counts_steps_to_the_end_of_the_longest_row() -> None:
 
 
 def test_one_slow_round_does_not_pass_for_the_price_of_speculation() -> None:
-    plain, usual = Times(verify=10.0), Times(draft=2.0, verify=12.0)
-    capturing = Times(draft=500.0, verify=900.0)
+    plain, usual = phases(verify=10.0), phases(draft=2.0, verify=12.0)
+    capturing = phases(draft=500.0, verify=900.0)
     statistics = timed([(2, 2, capturing), (0, 0, plain), (2, 2, usual), (2, 2, usual)])
     assert statistics.predicted_speedup == pytest.approx(10 * 10 / (10 + 3 * 14))
     assert statistics.total_seconds == pytest.approx(1400 + 10 + 28)
 
 
 def test_the_policy_takes_part_of_the_rounds_and_adds_nothing_to_the_total() -> None:
-    times = Times(draft=3.0, verify=4.0, bookkeeping=1.0, policy=0.4)
+    times = phases(draft=3.0, verify=4.0, bookkeeping=1.0, policy=0.4)
     statistics = record([[(2, 1, 2)], [(1, 1, 2)]], times).finish([4])
     assert statistics.policy_seconds == pytest.approx(0.8)
     assert statistics.policy_overhead == pytest.approx(0.05)
@@ -293,14 +268,14 @@ def test_the_policy_takes_part_of_the_rounds_and_adds_nothing_to_the_total() -> 
 
 
 def test_plain_step_is_the_median_of_rounds_in_which_nobody_drafted_and_their_shortest_wait() -> None:
-    speculative = Times(draft=0.125, verify=5.0)
-    plain = [(0, 0, Times(wait, verify, 0.5)) for wait, verify in ((7.0, 4.0), (0.25, 90.0), (9.0, 5.0))]
+    speculative = phases(draft=0.125, verify=5.0)
+    plain = [(0, 0, phases(wait, verify, 0.5)) for wait, verify in ((7.0, 4.0), (0.25, 90.0), (9.0, 5.0))]
     assert timed([*plain, (2, 0, speculative)]).plain_step_seconds == 5.75
 
 
 def test_without_a_plain_round_or_without_drafting_nothing_is_predicted() -> None:
-    never_plain = timed([(2, 2, Times(1.0, 1.0, 1.0))])
-    never_drafted = timed([(0, 0, Times(0.0, 1.0, 1.0))])
+    never_plain = timed([(2, 2, phases(1.0, 1.0, 1.0))])
+    never_drafted = timed([(0, 0, phases(0.0, 1.0, 1.0))])
     for statistics in (never_plain, never_drafted):
         assert statistics.predicted_speedup is None
         assert statistics.speculation_loses is None
@@ -309,7 +284,7 @@ def test_without_a_plain_round_or_without_drafting_nothing_is_predicted() -> Non
 
 
 def losing() -> SpeculationStatistics:
-    plain, speculative = Times(verify=10.0), Times(draft=16.0, verify=12.0)
+    plain, speculative = phases(verify=10.0), phases(draft=16.0, verify=12.0)
     return timed([(0, 0, plain), (2, 1, speculative), (2, 0, speculative)])
 
 
@@ -332,7 +307,7 @@ def test_losing_warns_exactly_once_and_points_at_the_caller() -> None:
 
 
 def test_winning_does_not_warn() -> None:
-    statistics = timed([(0, 0, Times(verify=10.0)), (3, 3, Times(draft=1.0, verify=10.0))])
+    statistics = timed([(0, 0, phases(verify=10.0)), (3, 3, phases(draft=1.0, verify=10.0))])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         statistics.warn_if_losing()
@@ -374,7 +349,7 @@ def test_merging_adds_counts_and_keeps_prediction_of_equal_calls() -> None:
 
 
 def test_merging_calls_of_different_draft_lengths_aligns_positions() -> None:
-    times = Times(1.0, 1.0, 1.0)
+    times = phases(1.0, 1.0, 1.0)
     merged = SpeculationStatistics.merge([timed([(1, 1, times)]), timed([(3, 2, times)])])
     assert merged.drafted_by_position == (2, 1, 1)
     assert merged.accepted_by_position == (2, 1, 0)
@@ -389,7 +364,7 @@ def test_merging_needs_one_policy() -> None:
 
 
 def test_prefill_is_summed_and_part_of_the_total() -> None:
-    recorder = record([[(1, 1, 2)]], Times(1.0, 2.0, 3.0))
+    recorder = record([[(1, 1, 2)]], phases(1.0, 2.0, 3.0))
     recorder.record_prefill(0.25)
     recorder.record_prefill(0.5)
     statistics = recorder.finish([2])
@@ -417,8 +392,7 @@ def test_all_rounds_at_once_are_settled_as_one_after_another(data: st.DataObject
         drafted = [data.draw(st.integers(0, 4)) if on else 0 for on in active]
         accepted = [data.draw(st.integers(0, count)) for count in drafted]
         emitted = [data.draw(st.integers(0, a + 1)) if on else 0 for a, on in zip(accepted, active, strict=True)]
-        fields = {"drafted": drafted, "accepted": accepted, "emitted": emitted, "active": active}
-        rounds.append(RoundRecord(**fields, draft_steps=0, pass_width=9, pass_rows=rows, times=Times()))
+        rounds.append(round_record(drafted, accepted, emitted=emitted, active=active))
     totals = [sum(entry.emitted[row] for entry in rounds) for row in range(rows)]
     lengths = [data.draw(st.integers(0, total)) for total in totals]
     assert (counts.settle_all(rounds, lengths) == settled_by(counts.settle, rounds, lengths)).all()

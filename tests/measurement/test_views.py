@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console, RenderableType
+from tiny_rounds import round_record
 
 from hf_dsde.measurement import views as report
-from hf_dsde.measurement.rounds import RoundRecord
 from hf_dsde.measurement.statistics import SpeculationStatistics, StatisticsRecorder
 from hf_dsde.policies.base import PhaseTimes
 
@@ -18,21 +18,9 @@ from hf_dsde.policies.base import PhaseTimes
 def example(policy: str = "dsde", draft_seconds: float = 0.002) -> SpeculationStatistics:
     recorder = StatisticsRecorder(2, policy)
     recorder.record_prefill(0.01)
-    plain, drafting = PhaseTimes(0.0, 0.009, 0.001), PhaseTimes(4 * draft_seconds, 0.011, 0.001)
-    rounds = [([0, 0], [0, 0], plain), ([4, 2], [4, 2], drafting), ([4, 2], [1, 0], drafting)]
-    for drafted, accepted, times in rounds:
-        recorder.on_round(
-            RoundRecord(
-                drafted=drafted,
-                accepted=accepted,
-                emitted=[a + 1 for a in accepted],
-                active=[True, True],
-                draft_steps=max(drafted),
-                pass_width=max(drafted) + 1,
-                pass_rows=2,
-                times=times,
-            )
-        )
+    recorder.on_round(round_record([0, 0], [0, 0], times=PhaseTimes(0.0, 0.009, 0.001)))
+    for accepted in ([4, 2], [1, 0]):
+        recorder.on_round(round_record([4, 2], accepted, times=PhaseTimes(4 * draft_seconds, 0.011, 0.001)))
     return recorder.finish([8, 5])
 
 
