@@ -19,6 +19,7 @@ from hf_dsde.decoding.plan import RoundPlan, next_plan
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.spans import Span
 from hf_dsde.measurement.statistics import RoundCounts
+from hf_dsde.plots import LivePlot
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StaticPolicy, StoppingPolicy
 from hf_dsde.utils import tuning
 
@@ -112,8 +113,10 @@ def test_the_text_is_that_of_plain_decoding(family: str, agreement: str, begun: 
 def test_what_a_policy_wants_meanwhile_is_done_a_round_later(begun: list[int]) -> None:
     """It hears nothing of the step in between, so that rounds and wishes stay in order."""
     policy = Wishes([0, 0, 0, 3, 2, 0, 0, 1])
-    output = generate(tiny_model(), policy, eos_token_id=None)
+    plot = LivePlot(ROWS)
+    output = generate(tiny_model(), policy, eos_token_id=None, speculation_listeners=[plot])
     assert begun[:3] == [2, 3, 8]
+    assert [max(lengths) for lengths in plot.rounds()[0]][:8] == [0, 0, 0, 3, 2, 0, 0, 1]
     # Rounds 0 to 2 as wanted, one in between, 3 and 2 tokens, two plain ones, one in between; a token until the end.
     assert [counts.draft_steps for counts in rounds_of(output)][:10] == [0, 0, 0, 0, 3, 2, 0, 0, 0, 1]
     assert [max(drafted) for drafted in policy.heard][:8] == [0, 0, 0, 3, 2, 0, 0, 1]

@@ -12,6 +12,7 @@ from tiny_text import tiny_tokenizer
 from waits import OnDevice, RecordsRows, noted_looks
 
 import hf_dsde
+from hf_dsde.plots import LivePlot
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -39,23 +40,24 @@ def stop_strings() -> list[str]:
 
 @pytest.mark.parametrize("eos", [None, 2])
 @pytest.mark.parametrize("drafted", [0, 2])
-@pytest.mark.parametrize("wanted", ["nothing", "a stream", "stop strings", "both", "both, in time"])
+@pytest.mark.parametrize("wanted", ["nothing", "a stream", "stop strings", "both", "both, in time", "a plot"])
 def test_a_round_looks_at_the_device_once(
     wanted: str, drafted: int, eos: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments: dict[str, Any] = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": eos}
-    if wanted not in ("nothing", "a stream"):
+    if wanted not in ("nothing", "a stream", "a plot"):
         arguments |= stop_arguments(stop_strings())
     if "time" in wanted:
         arguments["max_time"] = 1e6
     expected = target().generate(**prompts(), **arguments)
-    streamer = RecordsRows() if wanted not in ("nothing", "stop strings") else None
+    streamer = RecordsRows() if wanted not in ("nothing", "stop strings", "a plot") else None
     with noted_looks(monkeypatch) as looks:
         output = target().generate(
             **prompts(),
             **arguments,
             assistant_model=half_agreeing(),
             speculation_policy=hf_dsde.StaticPolicy(drafted),
+            speculation_listeners=[LivePlot()] if wanted == "a plot" else [],
             streamer=streamer,
             return_dict_in_generate=True,
         )

@@ -25,6 +25,7 @@ import hf_dsde
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.decoding import verification
 from hf_dsde.drafting import CandidateBatch, Drafter, DraftMonitor, RoundPlan, Sampled, SequenceBatch
+from hf_dsde.plots import LivePlot
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
@@ -270,6 +271,12 @@ def test_universal_assisted_generation_keeps_the_law_of_a_batch_of_eight() -> No
 def test_a_policy_that_looks_at_distributions_refuses_a_drafter_that_has_none(policy: str) -> None:
     with pytest.raises(ValueError, match=rf"speculation_policy='{policy}'.*Unfounded has none.*'static'"):
         speculative(cycling_model(), Unfounded(), ragged_batch([2]), policy, max_new_tokens=4)
+
+
+def test_a_listener_that_looks_at_distributions_is_refused_likewise() -> None:
+    named = {"speculation_listeners": [LivePlot()], "max_new_tokens": 4}
+    with pytest.raises(ValueError, match=r"speculation_listeners: LivePlot.*\(kld\).*Unfounded has none"):
+        speculative(cycling_model(), Unfounded(), ragged_batch([2]), "static", **named)
 
 
 def test_a_generator_that_needs_the_targets_hidden_states_is_refused() -> None:
