@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import noisy_copy, tiny_model
+from tiny_calls import pair, speculative
 from tiny_rounds import round_record
 
-from hf_dsde import enable, plots
+from hf_dsde import plots
 from hf_dsde.plots import LivePlot, acceptance_figure, speed_figure, time_figure
 from hf_dsde.policies import RoundOutcome
 from hf_dsde.policies.registry import create_policy
@@ -19,18 +19,8 @@ from hf_dsde.policies.registry import create_policy
 PROMPTS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]])
 
 
-@pytest.fixture(scope="module")
-def pair():
-    target = enable(tiny_model())
-    return target, noisy_copy(target, 0.05)
-
-
-def generate(pair, policy, *listeners, **arguments):
-    target, draft = pair
-    settings = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, **arguments}
-    return target.generate(
-        PROMPTS, assistant_model=draft, speculation_policy=policy, speculation_listeners=listeners, **settings
-    )
+def generate(policy, *listeners):
+    return speculative(*pair(), {"input_ids": PROMPTS}, policy, max_new_tokens=24, speculation_listeners=listeners)
 
 
 def record(index, drafted, kld, active=None):
@@ -48,18 +38,18 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("name", ["static", "heuristic", "confidence", "dsde", "svip", "tapout", "goodput", "auto"])
-def test_watching_changes_neither_texts_nor_lengths(pair, name):
-    alone = generate(pair, name)
-    watched = generate(pair, name, LivePlot(2))
+def test_watching_changes_neither_texts_nor_lengths(name):
+    alone = generate(name)
+    watched = generate(name, LivePlot(2))
     assert torch.equal(alone.sequences, watched.sequences)
     before, after = alone.speculation_statistics, watched.speculation_statistics
     assert after.rows == before.rows
     assert [r.draft_steps for r in after.rounds] == [r.draft_steps for r in before.rounds]
 
 
-def test_lengths_are_those_that_the_statistics_count(pair):
+def test_lengths_are_those_that_the_statistics_count():
     plot = LivePlot(len(PROMPTS))
-    statistics = generate(pair, "dsde", plot).speculation_statistics
+    statistics = generate("dsde", plot).speculation_statistics
     lengths, klds = plot.rounds()
     drafted = [sum(int(n) for n in each if not math.isnan(n)) for each in lengths]
     assert drafted == [r.drafted + r.past_end for r in statistics.rounds]
@@ -84,9 +74,9 @@ def test_rows_that_the_batch_lacks_are_unknown_and_each_call_begins_again():
         assert same(klds, [[0.5, math.nan]])
 
 
-def test_the_picture_has_a_line_for_each_row_in_both_panels(pair):
+def test_the_picture_has_a_line_for_each_row_in_both_panels():
     with LivePlot(rows=2, labels=["first", "second"]) as plot:
-        generate(pair, "static", plot)
+        generate("static", plot)
     upper, lower = plot.figure().axes
     lengths, klds = plot.rounds()
     for axes, values in ((upper, lengths), (lower, klds)):
@@ -157,15 +147,15 @@ def test_a_picture_is_drawn_although_generation_fails(notebook):
     assert len(shown.drawn) == 1
 
 
-def test_outside_notebooks_nothing_is_shown(pair, capsys):
+def test_outside_notebooks_nothing_is_shown(capsys):
     with LivePlot() as plot:
-        generate(pair, "static", plot)
+        generate("static", plot)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_png_is_a_picture_and_the_same_each_time(pair):
+def test_a_png_is_a_picture_and_the_same_each_time():
     plot = LivePlot()
-    generate(pair, "static", plot)
+    generate("static", plot)
     first, second = plots._png(plot.figure()), plots._png(plot.figure())
     assert first.startswith(b"\x89PNG")
     assert first == second
@@ -184,8 +174,8 @@ def test_missing_matplotlib_is_said_before_anything_is_generated(monkeypatch):
         LivePlot()
 
 
-def test_acceptance_is_drawn_by_position_of_calls_that_drafted(pair):
-    calls = {f"{n} tokens": generate(pair, create_policy("static", num_draft_tokens=n)) for n in (0, 2, 4)}
+def test_acceptance_is_drawn_by_position_of_calls_that_drafted():
+    calls = {f"{n} tokens": generate(create_policy("static", num_draft_tokens=n)) for n in (0, 2, 4)}
     statistics = {name: output.speculation_statistics for name, output in calls.items()}
     (axes,) = acceptance_figure(statistics, fewest=1).axes
     assert {line.get_label(): tuple(line.get_ydata()) for line in axes.get_lines()} == {
@@ -194,8 +184,8 @@ def test_acceptance_is_drawn_by_position_of_calls_that_drafted(pair):
     assert all(line.get_xdata()[0] == 1 for line in axes.get_lines())
 
 
-def test_positions_with_few_draft_tokens_are_left_out(pair):
-    statistics = generate(pair, "heuristic").speculation_statistics
+def test_positions_with_few_draft_tokens_are_left_out():
+    statistics = generate("heuristic").speculation_statistics
     fewest = sorted(statistics.drafted_by_position)[len(statistics.drafted_by_position) // 2]
     (line,) = acceptance_figure({"heuristic": statistics}, fewest).axes[0].get_lines()
     kept = sum(count >= fewest for count in statistics.drafted_by_position)
@@ -203,8 +193,8 @@ def test_positions_with_few_draft_tokens_are_left_out(pair):
     assert tuple(line.get_ydata()) == statistics.acceptance_by_position[:kept]
 
 
-def test_bars_add_up_to_the_seconds_of_each_call(pair):
-    calls = {name: generate(pair, name).speculation_statistics for name in ("static", "dsde")}
+def test_bars_add_up_to_the_seconds_of_each_call():
+    calls = {name: generate(name).speculation_statistics for name in ("static", "dsde")}
     (axes,) = time_figure(calls).axes
     ends = [max(bar.get_x() + bar.get_width() for bar in bars) for bars in zip(*axes.containers, strict=True)]
     assert ends == pytest.approx([statistics.total_seconds for statistics in calls.values()])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny_calls import endless_model, pair, speculative
 from tiny_models import ragged_batch
+from tiny_text import tiny_tokenizer
 
-from hf_dsde import RoundListener, RoundRecord, StaticPolicy
+from hf_dsde import BatchGenerator, RoundListener, RoundRecord, StaticPolicy
 from hf_dsde.decoding import lengths, run_ahead
 from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, Signal
 
@@ -79,8 +80,14 @@ def test_a_round_is_told_while_the_device_is_busy(overlaps: bool, monkeypatch: p
     assert passes == [min(index + 1 + overlaps, len(passes)) for index in range(len(passes))]
 
 
-def test_what_cannot_listen_and_listeners_of_no_rounds_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"speculation_listeners: .*hf_dsde.RoundListener.*, got list"):
-        speculative(*pair(), INPUTS, "static", speculation_listeners=[[]])
+def test_a_job_tells_its_rounds() -> None:
+    (target, draft), notes = pair(), Notes()
+    named = {"speculation_policy": "static", "speculation_listeners": [notes], "batch_size": 2, "max_new_tokens": 9}
+    generator = BatchGenerator(target, tiny_tokenizer(), assistant_model=draft, **named)
+    assert len(list(generator.stream([[3, 4], [5], [6, 7]]))) == 3
+    assert [record.index for record in notes.events] == list(range(generator.statistics.rounds))
+
+
+def test_where_there_are_no_rounds_nobody_may_listen() -> None:
     with pytest.raises(ValueError, match="speculation_listeners"):
         endless_model().generate(**INPUTS, speculation_listeners=[Notes()])

@@ -170,8 +170,9 @@ def test_a_call_that_cannot_be_served_is_refused_by_name(case: str) -> None:
         ({"speculation_policy": ["dsde"]}, ("speculation_policy", "list")),
         ({"speculation_config": {"policy": "dsde"}}, ("speculation_config", "dict", "SpeculationConfig")),
         ({"speculation_policy": None, "speculation_config": "dsde"}, ("speculation_config", "str")),
+        ({"speculation_listeners": [print]}, ("speculation_listeners", "hf_dsde.RoundListener", "builtin_function")),
     ],
-    ids=["number", "class", "list", "dict as config", "name as config"],
+    ids=["number", "class", "list", "dict as config", "name as config", "function that listens"],
 )
 def test_wrong_types_are_refused_by_name(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
     with pytest.raises(TypeError) as refusal:
