@@ -1,12 +1,23 @@
-"""Rounds as a loop could report them, of a few numbers."""
+"""Rounds as a loop could report them, of a few numbers, and who keeps them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from hf_dsde.measurement.rounds import RoundRecord
-from hf_dsde.policies import PhaseTimes
+from hf_dsde.measurement.rounds import RoundListener, RoundRecord
+from hf_dsde.policies import PhaseTimes, Signal
+
+
+class Notes(RoundListener):
+    """Keeps all rounds that it hears of."""
+
+    def __init__(self, *required: Signal) -> None:
+        self.requires = frozenset(required)
+        self.events: list[Any] = []
+
+    def on_round(self, record: RoundRecord) -> None:
+        self.events.append(record)
 
 
 def phases(draft: float = 0.0, verify: float = 0.0, bookkeeping: float = 0.0, policy: float = 0.0) -> PhaseTimes:

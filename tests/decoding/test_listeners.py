@@ -9,22 +9,13 @@ import pytest
 import torch
 from tiny_calls import endless_model, pair, speculative
 from tiny_models import ragged_batch
-from tiny_text import tiny_tokenizer
+from tiny_rounds import Notes
 
-from hf_dsde import BatchGenerator, RoundListener, RoundRecord, StaticPolicy
+from hf_dsde import StaticPolicy
 from hf_dsde.decoding import lengths, run_ahead
 from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, Signal
 
 INPUTS = ragged_batch((3, 5, 2), seed=0)
-
-
-class Notes(RoundListener):
-    def __init__(self, *required: Signal) -> None:
-        self.requires = frozenset(required)
-        self.events: list[Any] = []
-
-    def on_round(self, record: RoundRecord) -> None:
-        self.events.append(record)
 
 
 class Slow(StaticPolicy):
@@ -54,17 +45,6 @@ def test_a_policys_seconds_are_all_that_its_calls_take(monkeypatch: pytest.Monke
     assert policy.costs is None, "only the listener asked for them"
 
 
-def test_a_listener_gets_the_logits_that_it_asks_for() -> None:
-    notes = Notes(Signal.LOGITS)
-    output = speculative(*pair(), INPUTS, "svip", max_new_tokens=20, speculation_listeners=[notes])
-    assert [record.index for record in notes.events] == list(range(len(output.speculation_statistics.rounds)))
-    for record in notes.events:
-        tokens, best = record.outcome.tokens, record.outcome.target_logits.argmax(-1)
-        for row, (count, accepted) in enumerate(zip(record.drafted, record.accepted, strict=True)):
-            assert torch.equal(record.outcome.draft_logits[row, :count].argmax(-1), tokens[row, :count])
-            assert (best == tokens)[row, :count].int().cumprod(0).sum() == accepted
-
-
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_round_is_told_while_the_device_is_busy(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run, notes = run_ahead.RunAhead.run_target, Notes()
@@ -78,14 +58,6 @@ def test_a_round_is_told_while_the_device_is_busy(overlaps: bool, monkeypatch: p
     speculative(*pair(), INPUTS, "static", max_new_tokens=20, speculation_listeners=[notes])
     passes = [notes.events[: notes.events.index(event)].count("pass") for event in notes.events if event != "pass"]
     assert passes == [min(index + 1 + overlaps, len(passes)) for index in range(len(passes))]
-
-
-def test_a_job_tells_its_rounds() -> None:
-    (target, draft), notes = pair(), Notes()
-    named = {"speculation_policy": "static", "speculation_listeners": [notes], "batch_size": 2, "max_new_tokens": 9}
-    generator = BatchGenerator(target, tiny_tokenizer(), assistant_model=draft, **named)
-    assert len(list(generator.stream([[3, 4], [5], [6, 7]]))) == 3
-    assert [record.index for record in notes.events] == list(range(generator.statistics.rounds))
 
 
 def test_where_there_are_no_rounds_nobody_may_listen() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import EOS, VOCABULARY, noisy_copy, ragged_batch, tiny_model
+from tiny_rounds import Notes
 from tiny_text import tiny_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -22,7 +23,7 @@ from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.decoding.processing.state import RemembersCallsError, StateWatch, refuse_known
 from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.policies.base import RoundOutcome, Signal
+from hf_dsde.policies.base import Signal
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
@@ -269,27 +270,15 @@ def test_raw_logits_are_not_written_to(kind: Callable[[LogitsProcessorList], Any
     assert torch.equal(logits, before)
 
 
-class NotesEntropies(hf_dsde.StaticPolicy):
-    """Notes what it is told of the draft's raw distributions."""
-
-    requires = frozenset({Signal.ENTROPY, Signal.KLD})
-
-    def __init__(self) -> None:
-        super().__init__(3)
-        self.seen: list[Tensor] = []
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        assert outcome.entropy is not None
-        assert outcome.kld is not None
-        self.seen += [outcome.entropy.clone(), outcome.kld.clone()]
-
-
-def test_policies_see_raw_logits_whatever_a_processor_writes_into() -> None:
+def test_signals_come_from_raw_logits_whatever_a_processor_writes_into() -> None:
     by_processor = []
     for processor in (Halves, HalvesInPlace):
-        policy = NotesEntropies()
-        texts, _ = job(policy, **own(processor)())
-        by_processor.append((texts, policy.seen))
+        notes = Notes(Signal.ENTROPY, Signal.KLD)
+        texts, generator = job(hf_dsde.StaticPolicy(3), speculation_listeners=[notes], **own(processor)())
+        assert [record.index for record in notes.events] == list(range(generator.statistics.rounds))
+        by_processor.append(
+            (texts, [signal for record in notes.events for signal in (record.outcome.entropy, record.outcome.kld)])
+        )
     (texts, seen), (same_texts, same) = by_processor
     assert texts == same_texts
     assert len(seen) == len(same) > 4

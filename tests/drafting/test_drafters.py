@@ -16,6 +16,7 @@ from scipy import stats
 from tiny_calls import assert_same_text, compared, plain, speculative
 from tiny_models import VOCABULARY, ragged_batch, tiny_model
 from tiny_policies import ScriptedLengths
+from tiny_rounds import Notes
 from tokenizers import Tokenizer, decoders, models
 from torch import LongTensor, Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
@@ -25,7 +26,7 @@ import hf_dsde
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.decoding import verification
 from hf_dsde.drafting import CandidateBatch, Drafter, DraftMonitor, RoundPlan, Sampled, SequenceBatch
-from hf_dsde.plots import LivePlot
+from hf_dsde.policies import Signal
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
@@ -267,16 +268,12 @@ def test_universal_assisted_generation_keeps_the_law_of_a_batch_of_eight() -> No
     assert float(stats.chi2.sf(statistic, 3)) > 1e-4
 
 
-@pytest.mark.parametrize("policy", ["dsde", "svip", "confidence"])
-def test_a_policy_that_looks_at_distributions_refuses_a_drafter_that_has_none(policy: str) -> None:
-    with pytest.raises(ValueError, match=rf"speculation_policy='{policy}'.*Unfounded has none.*'static'"):
-        speculative(cycling_model(), Unfounded(), ragged_batch([2]), policy, max_new_tokens=4)
-
-
-def test_a_listener_that_looks_at_distributions_is_refused_likewise() -> None:
-    named = {"speculation_listeners": [LivePlot()], "max_new_tokens": 4}
-    with pytest.raises(ValueError, match=r"speculation_listeners: LivePlot.*\(kld\).*Unfounded has none"):
-        speculative(cycling_model(), Unfounded(), ragged_batch([2]), "static", **named)
+@pytest.mark.parametrize("policy", ["dsde", "svip", "confidence", "static"])
+def test_who_looks_at_distributions_refuses_a_drafter_that_has_none(policy: str) -> None:
+    who = "speculation_listeners: Notes" if policy == "static" else f"speculation_policy='{policy}'"
+    named = {"max_new_tokens": 4, "speculation_listeners": [Notes(Signal.KLD)]}
+    with pytest.raises(ValueError, match=rf"{who}.*Unfounded has none.*'static'"):
+        speculative(cycling_model(), Unfounded(), ragged_batch([2]), policy, **named)
 
 
 def test_a_generator_that_needs_the_targets_hidden_states_is_refused() -> None:
