@@ -38,21 +38,16 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("name", ["static", "heuristic", "confidence", "dsde", "svip", "tapout", "goodput", "auto"])
-def test_watching_changes_neither_texts_nor_lengths(name):
-    alone = generate(name)
-    watched = generate(name, LivePlot(2))
+def test_watching_shows_the_lengths_and_changes_neither_them_nor_texts(name):
+    alone, plot = generate(name), LivePlot(len(PROMPTS))
+    watched = generate(name, plot)
     assert torch.equal(alone.sequences, watched.sequences)
     before, after = alone.speculation_statistics, watched.speculation_statistics
     assert after.rows == before.rows
     assert [r.draft_steps for r in after.rounds] == [r.draft_steps for r in before.rounds]
-
-
-def test_lengths_are_those_that_the_statistics_count():
-    plot = LivePlot(len(PROMPTS))
-    statistics = generate("dsde", plot).speculation_statistics
     lengths, klds = plot.rounds()
     drafted = [sum(int(n) for n in each if not math.isnan(n)) for each in lengths]
-    assert drafted == [r.drafted + r.past_end for r in statistics.rounds]
+    assert drafted == [r.drafted + r.past_end for r in before.rounds]
     assert len(klds) == len(lengths)
 
 

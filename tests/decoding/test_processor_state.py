@@ -276,12 +276,10 @@ def test_signals_come_from_raw_logits_whatever_a_processor_writes_into() -> None
         notes = Notes(Signal.ENTROPY, Signal.KLD)
         texts, generator = job(hf_dsde.StaticPolicy(3), speculation_listeners=[notes], **own(processor)())
         assert [record.index for record in notes.events] == list(range(generator.statistics.rounds))
-        by_processor.append(
-            (texts, [signal for record in notes.events for signal in (record.outcome.entropy, record.outcome.kld)])
-        )
+        by_processor.append((texts, [(record.outcome.entropy, record.outcome.kld) for record in notes.events]))
     (texts, seen), (same_texts, same) = by_processor
     assert texts == same_texts
-    assert len(seen) == len(same) > 4
+    assert len(seen) == len(same) > 2
     for one, other in zip(seen, same, strict=True):
         torch.testing.assert_close(one, other)
 
