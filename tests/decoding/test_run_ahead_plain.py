@@ -234,6 +234,7 @@ def test_catching_up_is_no_price_of_a_draft_step(begun: list[int], monkeypatch: 
     for _ in range(2):  # rounds that record passes say nothing of costs
         charged.clear()
         output = generate(target, Wishes([2, 1, 0, 2, 0, 0, 0, 3, 1]), draft=draft, eos_token_id=None)
+        assert len(charged) == sum(not counts.recorded_passes for counts in rounds_of(output))
     assert [counts.draft_steps for counts in rounds_of(output)][:10] == [2, 1, 0, 2, 0, 0, 0, 0, 3, 1]
     steps = [(2, False), (1, False), (0, False), (2, False), *[(0, False)] * 4, (3, True), (1, False)]
     assert charged[:10] == steps

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_rounds import phases, round_record
 
@@ -383,7 +383,6 @@ def settled_by(settle: Settle, rounds: list[RoundRecord], output_lengths: Sequen
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=50)
 def test_all_rounds_at_once_are_settled_as_one_after_another(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 4))
     rounds = []
