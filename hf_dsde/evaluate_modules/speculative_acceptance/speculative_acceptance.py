@@ -139,7 +139,7 @@ def _row_counts(entry: Any, row: int) -> RowCounts:
             f"'emitted' (or 'new_tokens'), each a count."
         )
     counts = RowCounts(**{name: check_integer(f"data[{row}][{name!r}]", given[name], 0) for name in _COUNTS})
-    # What `RoundRecord.check` demands of one round, summed over the rounds of a row, and that texts are counted to their end.
+    # What `RoundRecord.check` demands, summed over the rounds of a row, and that texts are counted to their end.
     consistent = (
         counts.accepted <= counts.drafted
         and counts.accepted <= counts.emitted <= counts.accepted + counts.rounds
