@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from hf_dsde.drafting.layer_draft import load_draft
     from hf_dsde.execution.create_runner import RunnerWarning, release_memory
     from hf_dsde.execution.options import RuntimeOptions
+    from hf_dsde.heads.loading import load_head
+    from hf_dsde.heads.saving import save_head
     from hf_dsde.integration.hooks import disable, enable, generate, install, uninstall
     from hf_dsde.integration.outputs import SpeculativeGenerateOutput
     from hf_dsde.measurement.rounds import RoundListener, RoundRecord
@@ -59,8 +61,10 @@ else:
             "generate": "hf_dsde.integration.hooks",
             "install": "hf_dsde.integration.hooks",
             "load_draft": "hf_dsde.drafting.layer_draft",
+            "load_head": "hf_dsde.heads.loading",
             "register": "hf_dsde.policies",
             "release_memory": "hf_dsde.execution.create_runner",
+            "save_head": "hf_dsde.heads.saving",
             "uninstall": "hf_dsde.integration.hooks",
         },
     )
@@ -93,7 +97,9 @@ __all__ = [
     "generate",
     "install",
     "load_draft",
+    "load_head",
     "register",
     "release_memory",
+    "save_head",
     "uninstall",
 ]

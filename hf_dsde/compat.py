@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation import logits_process
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,7 +21,7 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument of `forward`, newest first: `cache` since 5.24, `past_key_values` before."""
 
 
-def cache_argument(model: PreTrainedModel) -> str:
+def cache_argument(model: nn.Module) -> str:
     """Return the name under which `model.forward` takes its key-value cache.
 
     Raises:

@@ -15,6 +15,7 @@ FLOORS = (
     {"utils", "compat", "signals"},
     {"kernels", "costs"},
     {"policies"},
+    {"heads"},
     {"execution"},
     {"config"},
     {"measurement"},

@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_dsde.utils.hub import local_folder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -155,7 +157,7 @@ def load_draft(
         FileNotFoundError: `folder` is neither a folder nor a repository that can be had.
         ValueError: The folder holds no draft, or a draft of another target.
     """
-    local = _local_folder(folder)
+    local = local_folder(folder, [WEIGHTS_NAME, DESCRIPTION_NAME], "save_draft")
     description_file = local / DESCRIPTION_NAME
     if not description_file.is_file():
         raise ValueError(
@@ -298,24 +300,6 @@ def _check_same_target(description: dict[str, Any], target: PreTrainedModel, fol
             f"({target.config._name_or_path!r}) has the same shape and other embedding values (compared in {key}): "
             "load the draft's own target, in the dtype it is published in"
         )
-
-
-def _local_folder(folder: Path | str) -> Path:
-    """`folder` itself if it exists, otherwise a snapshot of the Hub repository of that name."""
-    local = Path(folder).expanduser()
-    if local.is_dir():
-        return local
-    # Imported here: only a repository id needs it, and it brings an HTTP client with it.
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(folder), allow_patterns=[WEIGHTS_NAME, DESCRIPTION_NAME]))
-    except Exception as error:
-        raise FileNotFoundError(
-            f"folder {str(folder)!r} is no local folder, and fetching it as a Hub repository failed "
-            f"({type(error).__name__}: {error}): pass a folder written by save_draft or a repository id such as "
-            "'name/draft'"
-        ) from error
 
 
 def _place(draft: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | str | None) -> PreTrainedModel:
