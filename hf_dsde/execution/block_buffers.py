@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_dsde.execution.row_block import RowBlock
+from hf_dsde.heads.head import DraftHead
+
+
+def state_size(model: PreTrainedModel) -> int | None:
+    """Return the width of the states that a draft head reads beside its tokens; None for models of tokens alone."""
+    size: int | None = model.config.hidden_size if isinstance(model, DraftHead) else None
+    return size
 
 
 class BlockBuffers:
     """Static inputs of one (width, view) bucket: tokens, positions, slots and one mask per kind of attention.
 
     `positions` and `slots` keep -1 where the block holds no token; `position_ids`, what the model gets, says 0 there,
-    since a model with learned positions has to look something up. The slots of a chain are its positions.
+    since a model with learned positions has to look something up. The slots of a chain are its positions. A draft head
+    has `states` of some size and dtype as well.
     """
 
-    def __init__(self, rows: int, width: int, device: torch.device, *, tree: bool = False) -> None:
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        device: torch.device,
+        *,
+        tree: bool = False,
+        states: tuple[int, torch.dtype] | None = None,
+    ) -> None:
         self.tokens = torch.zeros(rows, width, dtype=torch.long, device=device)
         self.positions = torch.full((rows, width), -1, dtype=torch.long, device=device)
         self.position_ids = torch.zeros(rows, width, dtype=torch.long, device=device)
         self.slots = torch.full_like(self.positions, -1) if tree else self.positions
         self.ancestors = torch.zeros_like(self.tokens) if tree else None
+        self.states: Tensor | None = None
+        if states is not None:
+            self.states = torch.zeros(rows, width, states[0], dtype=states[1], device=device)
         self.masks: dict[str, Tensor] = {}
         self._last_columns: dict[int, Tensor] = {}
 
@@ -50,6 +70,8 @@ class BlockBuffers:
         if self.ancestors is not None and block.ancestors is not None and block.slots is not None:
             self._fill_places(self.slots, block.slots)
             self.ancestors[:, padding:].copy_(block.ancestors)
+        if self.states is not None and block.states is not None:
+            self.states[:, padding:].copy_(block.states)
         torch.clamp(self.positions, min=0, out=self.position_ids)
 
     @staticmethod

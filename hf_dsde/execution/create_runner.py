@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_dsde import compat
 from hf_dsde.execution.cuda_graphs import Capture, CudaCapture
-from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.fused_families import why_not_fused
+from hf_dsde.execution.fused_head import fused_decoder
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.model_runner import EagerRunner, ModelRunner
 from hf_dsde.execution.options import RuntimeOptions
@@ -96,7 +96,7 @@ def create_runner(
         rows,
         capacity,
         options,
-        fused=FusedDecoder(model, ops_for(model.device), checked=True, hidden_layers=hidden_layers) if fused else None,
+        fused=fused_decoder(model, ops_for(model.device), checked=True, hidden_layers=hidden_layers) if fused else None,
         key=key,
         make_capture=partial(capture_on, model.device),
         on_failure=on_failure,

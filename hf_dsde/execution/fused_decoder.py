@@ -12,14 +12,14 @@ out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dsde.execution.fused_families import attention_windows, decoder_layers, why_not_fused
+from hf_dsde.execution.fused_families import attention_windows, decoder_body, decoder_layers, why_not_fused
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.torch_modes import without_autocast
@@ -78,48 +78,52 @@ class FusedOps(Protocol):
 
 
 @dataclass(frozen=True)
-class _Norm:
+class Norm:
+    """A root mean square norm: `weight`, `[H]`, and what is added to the mean square."""
+
     weight: Tensor
     epsilon: float
 
     @classmethod
-    def of(cls, module: Any) -> _Norm:
+    def of(cls, module: Any) -> Norm:
+        """Read a norm of transformers."""
         return cls(module.weight, module.variance_epsilon)
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """One decoder layer: the modules that are called, and the numbers that its own `forward` would use."""
 
     index: int
     attention: Any
     mlp: Any
-    input_norm: _Norm
-    middle_norm: _Norm
-    query_norm: _Norm | None
-    key_norm: _Norm | None
+    input_norm: Norm
+    middle_norm: Norm
+    query_norm: Norm | None
+    key_norm: Norm | None
     cache_index: int
     window: int | None
 
     @classmethod
-    def of(cls, index: int, module: Any, window: int | None) -> _Layer:
+    def of(cls, index: int, module: Any, window: int | None) -> Layer:
+        """Read a decoder layer of transformers."""
         attend = module.self_attn
         normed = hasattr(attend, "q_norm")
         return cls(
             index=index,
             attention=attend,
             mlp=module.mlp,
-            input_norm=_Norm.of(module.input_layernorm),
-            middle_norm=_Norm.of(module.post_attention_layernorm),
-            query_norm=_Norm.of(attend.q_norm) if normed else None,
-            key_norm=_Norm.of(attend.k_norm) if normed else None,
+            input_norm=Norm.of(module.input_layernorm),
+            middle_norm=Norm.of(module.post_attention_layernorm),
+            query_norm=Norm.of(attend.q_norm) if normed else None,
+            key_norm=Norm.of(attend.k_norm) if normed else None,
             cache_index=attend.layer_idx,
             window=window,
         )
 
 
 @dataclass(frozen=True)
-class _Pass:
+class Pass:
     """One pass: what it runs on, what the tokens' positions mean, and what it has come across.
 
     Attributes:
@@ -163,18 +167,21 @@ class FusedDecoder:
         if reason is not None:
             msg = f"model: no fused pass is known for {type(model).__name__}: {reason}. Run it with the eager runner."
             raise ValueError(msg)
-        body: Any = model.model
+        body = decoder_body(model)
         self._ops = ops
         self._embedding = body.embed_tokens
         self._rotary = body.rotary_emb
-        self._final_norm = _Norm.of(body.norm)
-        self._head: Any = model.lm_head
+        self._final_norm = Norm.of(body.norm)
+        whole: Any = model
+        self._head = whole.lm_head
         self._hidden_layers = hidden_layers
-        windows = attention_windows(type(model).__module__, body.config)
+        windows = attention_windows(model)
         pairs = zip(decoder_layers(model), windows, strict=True)
-        self._layers = [_Layer.of(index, layer, window) for index, (layer, window) in enumerate(pairs)]
+        self._layers = [Layer.of(index, layer, window) for index, (layer, window) in enumerate(pairs)]
 
-    def __call__(self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None) -> PassOutput:
+    def __call__(
+        self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None, last: Block | None = None
+    ) -> PassOutput:
         """Run a block, storing its keys and values in the slots that it names.
 
         Args:
@@ -182,6 +189,8 @@ class FusedDecoder:
             cache: Of R rows. Layers without buffers get them, which must not happen in a pass that is recorded.
             reach: Bound on the largest slot + 1, known to the host, a multiple of 64.
             keep: Flat indices of the tokens whose logits and hidden states are wanted, int64; None for all.
+            last: These tokens as a block of chains, whose positions are written here: of the others, the last layer
+                then computes keys and values only. None to let it compute everything.
 
         Returns:
             Logits, `[len(keep) or T, vocabulary]`, of the dtype that the head returns, and hidden states, `[len(keep)
@@ -191,7 +200,7 @@ class FusedDecoder:
             RuntimeError: If a layer of the cache has no buffers yet and the cache does not know its rows.
         """
         with torch.no_grad(), without_autocast(block.tokens.device):
-            normed, hidden = self._run(block, cache, reach, keep)
+            normed, hidden = self._run(block, cache, reach, keep, last)
             return PassOutput(self._head(normed), hidden)
 
     def store(self, block: Block, cache: RaggedCache, reach: int) -> tuple[Tensor, ...]:
@@ -208,47 +217,69 @@ class FusedDecoder:
         *before, last = self._layers
         with torch.no_grad(), without_autocast(block.tokens.device):
             if len(self._layers) in self._hidden_layers:
-                return self._run(block, cache, reach, None)[1]
+                return self._run(block, cache, reach, None, None)[1]
             stream, run = self._begun(block, cache, reach)
             stream, added = self._through(before, stream, run)
             self._project(last, self._entered(last, stream, added, run)[0], run)
             return tuple(run.streams[layer] for layer in self._hidden_layers)
 
     def _run(
-        self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None
+        self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None, last: Block | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers; return what the head gets, and the hidden states."""
+        *before, final = self._layers
         stream, run = self._begun(block, cache, reach)
-        stream, added = self._through(self._layers, stream, run)
-        assert added is not None  # a configuration without layers builds no model
-        if keep is not None:  # before the norm and the head, which nobody needs of the others
+        stream, added = self._through(before, stream, run)
+        normed, stream = self._entered(final, stream, added, run)
+        queries = self._project(final, normed, run)
+        if keep is not None and last is not None:
+            torch.index_select(block.positions, 0, keep, out=last.positions)
+            queries, stream = queries.index_select(0, keep), stream.index_select(0, keep)
+            run = replace(run, block=last)
+        stream, added = self._passed(final, queries, stream, run)
+        if keep is not None and last is None:  # before the norm and the head, which nobody needs of the others
             added, stream = added.index_select(0, keep), stream.index_select(0, keep)
-        normed, _ = self._ops.add_rms_norm(added, stream, self._final_norm.weight, self._final_norm.epsilon)
+        norm = self._final_norm
+        normed, stream = self._ops.add_rms_norm(added, stream, norm.weight, norm.epsilon)
+        return normed, self._shown(normed, stream, run, keep)
+
+    def _shown(self, normed: Tensor, stream: Tensor, run: Pass, keep: Tensor | None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """The hidden states that a pass gives.
+
+        Args:
+            normed: What the head gets, of the tokens that are kept.
+            stream: The same before the final norm.
+            run: The pass.
+            keep: Which of its tokens are kept; None for all.
+        """
         kept = {
             layer: states if keep is None else states.index_select(0, keep) for layer, states in run.streams.items()
         }
         kept[len(self._layers)] = normed
-        return normed, tuple(kept[layer] for layer in self._hidden_layers)
+        return tuple(kept[layer] for layer in self._hidden_layers)
 
-    def _begun(self, block: Block, cache: RaggedCache, reach: int) -> tuple[Tensor, _Pass]:
+    def _begun(self, block: Block, cache: RaggedCache, reach: int) -> tuple[Tensor, Pass]:
         """Return the embeddings, and what the tokens' positions mean in their dtype."""
         stream: Tensor = self._embedding(block.tokens)
         cos, sin = self._rotary(stream, block.positions.clamp_min(0)[None])
         slots = block.slots.masked_fill(block.slots < 0, cache.capacity)
-        return stream, _Pass(block, cache, reach, cos[0], sin[0], slots)
+        return stream, Pass(block, cache, reach, cos[0], sin[0], slots)
 
-    def _through(self, layers: Sequence[_Layer], stream: Tensor, run: _Pass) -> tuple[Tensor, Tensor | None]:
+    def _through(self, layers: Sequence[Layer], stream: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:
         """Run layers; return the residual stream and what the last of them adds to it, both `[T, H]`."""
         added: Tensor | None = None
         for layer in layers:
             normed, stream = self._entered(layer, stream, added, run)
-            mixed = self._attend(layer, normed, run)
-            norm = layer.middle_norm
-            normed, stream = self._ops.add_rms_norm(mixed, stream, norm.weight, norm.epsilon)
-            added = self._products([layer.mlp.down_proj], self._gated(layer.mlp, normed))[0]
+            stream, added = self._passed(layer, self._project(layer, normed, run), stream, run)
         return stream, added
 
-    def _entered(self, layer: _Layer, stream: Tensor, added: Tensor | None, run: _Pass) -> tuple[Tensor, Tensor]:
+    def _passed(self, layer: Layer, queries: Tensor, stream: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+        """What follows keys and values in a layer; the stream after attention, and what the MLP adds to it."""
+        mixed, norm = self._attend(layer, queries, run), layer.middle_norm
+        normed, stream = self._ops.add_rms_norm(mixed, stream, norm.weight, norm.epsilon)
+        return stream, self._products([layer.mlp.down_proj], self._gated(layer.mlp, normed))[0]
+
+    def _entered(self, layer: Layer, stream: Tensor, added: Tensor | None, run: Pass) -> tuple[Tensor, Tensor]:
         """What a layer's attention gets, and the stream with what the layer in front of it added."""
         norm = layer.input_norm
         if added is None:
@@ -259,15 +290,14 @@ class FusedDecoder:
             run.streams[layer.index] = stream
         return normed, stream
 
-    def _attend(self, layer: _Layer, normed: Tensor, run: _Pass) -> Tensor:
-        """One attention sublayer, `[T, H]` to `[T, H]`."""
-        q = self._project(layer, normed, run)
+    def _attend(self, layer: Layer, q: Tensor, run: Pass) -> Tensor:
+        """Let turned queries look back, `[T, Hq, D]` to `[T, H]`."""
         keys, values = _buffers(run.cache, layer.cache_index)
         scaling = layer.attention.scaling
         mixed = self._ops.ragged_attention(q, keys, values, run.block, scaling, layer.window, run.reach)
         return self._products([layer.attention.o_proj], mixed)[0]
 
-    def _project(self, layer: _Layer, normed: Tensor, run: _Pass) -> Tensor:
+    def _project(self, layer: Layer, normed: Tensor, run: Pass) -> Tensor:
         """Return turned queries, `[T, Hq, D]`, and store keys and values."""
         module = layer.attention
         products = self._products([module.q_proj, module.k_proj, module.v_proj], normed)
@@ -297,7 +327,7 @@ class FusedDecoder:
         rows = sum(len(module.weight) for module in modules)
         return self._ops.pays(len(x), len(modules), rows, x.shape[-1], x.dtype, x.device)
 
-    def _head_norm(self, states: Tensor, norm: _Norm) -> Tensor:
+    def _head_norm(self, states: Tensor, norm: Norm) -> Tensor:
         """Normalise every head of `[T, heads, D]` by itself."""
         return self._ops.rms_norm(states.flatten(0, 1), norm.weight, norm.epsilon).view(states.shape)
 

@@ -26,6 +26,11 @@ FAMILIES = {
 }
 """Modeling file of each supported family -> the prefix of its class names."""
 
+HEAD_FILE, HEAD, HEAD_LAYER = "hf_dsde.heads.eagle3", "Eagle3Head", "Eagle3FirstLayer"
+"""Where the classes of draft heads are, and their names."""
+HEAD_FAMILIES = {"llama": "Llama", "qwen3": "Qwen3"}
+"""Type of a head's configuration -> the family that its layers are of."""
+
 _LAYER_PARTS = {
     "": "DecoderLayer",
     ".self_attn": "Attention",
@@ -39,15 +44,21 @@ _OTHER_ARITHMETIC = {"final_logit_softcapping": None, "attn_logit_softcapping": 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def decoder_body(model: nn.Module) -> Any:
+    """What holds embeddings, layers and final norm: the model inside a causal LM, a draft head itself."""
+    return model if type(model).__module__ == HEAD_FILE else model.model
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers that the model's own `forward` would call."""
-    body: Any = model.model
+    body = decoder_body(model)
     return list(body.layers[: body.config.num_hidden_layers])
 
 
-def attention_windows(modeling_file: str, config: PretrainedConfig) -> list[int | None]:
+def attention_windows(model: nn.Module) -> list[int | None]:
     """How far each layer looks back. Only Qwen's layers differ; only Llama's never slide."""
-    family = FAMILIES[modeling_file]
+    config: PretrainedConfig = decoder_body(model).config
+    family = _family(model)
     sliding: int | None = getattr(config, "sliding_window", None)
     if family == "Llama":
         return [None] * config.num_hidden_layers
@@ -67,28 +78,48 @@ def why_not_fused(model: nn.Module) -> str | None:
     """
     # A class made by `enable` names the one it was made of; a class derived from that has no such entry of its own.
     own_class = type(model).__dict__.get("_hf_dsde_own_class", type(model))
-    family = FAMILIES.get(own_class.__module__)
-    if family is None or own_class is not getattr(sys.modules[own_class.__module__], f"{family}ForCausalLM"):
-        supported = ", ".join(f"{name}ForCausalLM" for name in FAMILIES.values())
+    family = _family(model)
+    expected = HEAD if own_class.__module__ == HEAD_FILE else f"{family}ForCausalLM"
+    if family is None or own_class is not getattr(sys.modules[own_class.__module__], expected):
+        supported = ", ".join([*(f"{name}ForCausalLM" for name in FAMILIES.values()), HEAD])
         return f"its class is {own_class.__module__}.{own_class.__name__}, and supported are exactly {supported}"
-    return next(_structural_reasons(model, family), None) or next(_arithmetic_reasons(model), None)
+    return next(_structural_reasons(model), None) or next(_arithmetic_reasons(model), None)
 
 
-def _bypassed(model: nn.Module, family: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """Modules whose `forward` is not called, parents first: name, module, and the class that it has to be of."""
-    for name, suffix in (("", "ForCausalLM"), ("model", "Model"), ("model.norm", "RMSNorm")):
-        yield name, model.get_submodule(name), family + suffix
+def _family(model: nn.Module) -> str | None:
+    """The family whose layers a model or a draft head has; None if it is none that is known."""
+    file = type(model).__module__
+    if file == HEAD_FILE:
+        return HEAD_FAMILIES.get(str(getattr(model.config, "model_type", None)))
+    return FAMILIES.get(file)
+
+
+def _bypassed(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, str]]]:
+    """Modules whose `forward` is not called, parents first: name, module, and class and file that it has to be of."""
+    family = _family(model)
+    file = next(file for file, name in FAMILIES.items() if name == family)
+    is_head = type(model).__module__ == HEAD_FILE
+    body = "" if is_head else "model."
+    if is_head:
+        yield "", model, (HEAD, HEAD_FILE)
+        yield "layers.0.hidden_norm", model.get_submodule("layers.0.hidden_norm"), (f"{family}RMSNorm", file)
+    else:
+        yield "", model, (f"{family}ForCausalLM", file)
+        yield "model", model.get_submodule("model"), (f"{family}Model", file)
+    yield f"{body}norm", model.get_submodule(f"{body}norm"), (f"{family}RMSNorm", file)
     parts = {**_LAYER_PARTS, **(_QK_NORMS if family == "Qwen3" else {})}
     for index, layer in enumerate(decoder_layers(model)):
         for part, suffix in parts.items():
-            yield f"model.layers.{index}{part}", layer.get_submodule(part[1:]), family + suffix
+            first = is_head and not index and not part
+            expected = (HEAD_LAYER, HEAD_FILE) if first else (f"{family}{suffix}", file)
+            yield f"{body}layers.{index}{part}", layer.get_submodule(part[1:]), expected
 
 
-def _structural_reasons(model: nn.Module, family: str) -> Iterator[str]:
+def _structural_reasons(model: nn.Module) -> Iterator[str]:
     """Modules that are not what they should be, or to which somebody attached something."""
-    for name, module, expected in _bypassed(model, family):
+    for name, module, (expected, file) in _bypassed(model):
         found = type(module)
-        if (found.__name__, found.__module__) != (expected, type(model).__module__):
+        if (found.__name__, found.__module__) != (expected, file):
             yield f"`{name}` is a {found.__module__}.{found.__name__}, not a {expected}"
         if found.forward.__module__ != found.__module__:
             yield f"{found.__name__}.forward was replaced by one of {found.forward.__module__}"
@@ -132,8 +163,9 @@ def _arithmetic_reasons(model: Any) -> Iterator[str]:
             yield f"its configuration sets {name}={value}"
     if not attention.reproduces_attention(model):
         yield f"its attention is set to {model.config._attn_implementation!r}, which stays as it is"
-    head_dim = model.model.layers[0].self_attn.head_dim
-    turned = 2 * model.model.rotary_emb.inv_freq.shape[-1]
+    body = decoder_body(model)
+    head_dim = body.layers[0].self_attn.head_dim
+    turned = 2 * body.rotary_emb.inv_freq.shape[-1]
     if turned != head_dim:
         yield f"its rotary embedding turns {turned} of {head_dim} dimensions of a head"
     yield from _state_reasons(model)
@@ -141,7 +173,7 @@ def _arithmetic_reasons(model: Any) -> Iterator[str]:
 
 def _state_reasons(model: PreTrainedModel) -> Iterator[str]:
     """What may differ from layer to layer of one model."""
-    for name, bypassed, expected in _bypassed(model, FAMILIES[type(model).__module__]):
+    for name, bypassed, (expected, _) in _bypassed(model):
         module: Any = bypassed
         # Of another dtype than the states, a norm's weight would change the dtype of everything after it.
         if expected.endswith("RMSNorm") and module.weight.dtype != model.dtype:

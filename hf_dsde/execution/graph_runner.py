@@ -141,6 +141,8 @@ class GraphRunner(EagerRunner):
         entry.buffers.fill(block.map(self._of_live_rows))
         if entry.block is not None and entry.choice != self._choices:
             self._place(entry.block)
+            if entry.last is not None:
+                self._place(entry.last)
             entry.choice = self._choices
         live = self._live_index  # rows may leave before the block is run
 
@@ -167,20 +169,22 @@ class GraphRunner(EagerRunner):
 
         return run
 
-    def _store(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
+    def _store(self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None) -> tuple[Tensor, ...]:
         """As for any runner; by flat passes when the fused decoder runs."""
         parts = portions(spans, self._options.prefill_chunk)
+        counts = list(map(total_count, parts))
         hidden = []
-        for part, its_tokens in zip(parts, tokens.split(list(map(total_count, parts))), strict=True):
-            hidden.append(self._store_flat(part, its_tokens) if self.packs else super()._store(part, its_tokens))
-        return hidden[0] if len(hidden) == 1 else tuple(torch.cat(states) for states in zip(*hidden, strict=True))
+        its_states = [None] * len(parts) if states is None else states.split(counts)
+        for part in zip(parts, tokens.split(counts), its_states, strict=True):
+            hidden.append(self._store_flat(*part) if self.packs else super()._store(*part))  # noqa: PERF401
+        return hidden[0] if len(hidden) == 1 else tuple(torch.cat(layers) for layers in zip(*hidden, strict=True))
 
-    def _store_flat(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
+    def _store_flat(self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None) -> tuple[Tensor, ...]:
         """Store what fits into one pass; a recorded one if launches would take longer than the device."""
         longest = max(span.end for span in spans)
         try:
             if len(tokens) > self._tuning.stored_sizes[-1]:
-                return self._store_eagerly(spans, tokens, longest)
+                return self._store_eagerly(spans, tokens, states, longest)
             if not self.cache.is_allocated:
                 self._allocate()
         except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
@@ -189,26 +193,28 @@ class GraphRunner(EagerRunner):
             self._entry(("store", next_bucket(len(tokens), self._tuning.stored_sizes)), longest) if self.packs else None
         )
         if entry is None:
-            return super()._store(spans, tokens)
+            return super()._store(spans, tokens, states)
         assert entry.block is not None
-        entry.block.copy_(self._flat_block(spans, tokens, len(entry.block.tokens)))
+        entry.block.copy_(self._flat_block(spans, tokens, states, len(entry.block.tokens)))
         entry.replay()
-        return tuple(states[: len(tokens)].clone() for states in entry.replay.output.hidden)
+        return tuple(layer[: len(tokens)].clone() for layer in entry.replay.output.hidden)
 
-    def _store_eagerly(self, spans: Sequence[Span], tokens: Tensor, longest: int) -> tuple[Tensor, ...]:
+    def _store_eagerly(
+        self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None, longest: int
+    ) -> tuple[Tensor, ...]:
         """Store tokens by the fused layers, launched one by one."""
         self._make_room(longest)
         assert self._fused is not None
-        block = self._flat_block(spans, tokens, len(tokens))
+        block = self._flat_block(spans, tokens, states, len(tokens))
         return self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
 
     def _allocate(self) -> None:
         """Give the cache its buffers, by a pass over no token: only the model knows what it stores."""
         assert self._fused is not None
-        block = self._fused_block(1, 1, BlockBuffers(1, 1, self.device))
+        block = self._fused_block(1, 1, self._new_buffers(1, 1))
         self._fused.store(block, self.cache, MIN_REACH)
 
-    def _flat_block(self, spans: Sequence[Span], tokens: Tensor, size: int) -> Block:
+    def _flat_block(self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None, size: int) -> Block:
         """Return a block of `size` tokens, those of the spans first."""
         rows, positions = flat_places(spans)
         padding = size - len(tokens)
@@ -228,6 +234,7 @@ class GraphRunner(EagerRunner):
             counts=begins[1],
             max_count=max(span.count for span in spans),
             whole_row=spans[0].row if len(spans) == 1 and spans[0].start == 0 else None,
+            states=None if states is None else pad(states, (0, 0, 0, padding)),
         )
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -282,7 +289,7 @@ class GraphRunner(EagerRunner):
         if shape[0] == "store":
             return self._record_store(shape[1], reach)
         _, rows, width, kept, tree = shape
-        buffers = BlockBuffers(rows, width, self.device, tree=tree)
+        buffers = self._new_buffers(rows, width, tree=tree)
         if self._fused is None:
             body = self._own_forward(buffers, reach, kept)
             if self._compiles:  # which may wait for the device as often as it likes
@@ -292,18 +299,22 @@ class GraphRunner(EagerRunner):
         self._place(block)
         columns = torch.arange(rows * width, device=self.device).view(rows, width)
         keep = None if kept == width else columns[:, -kept:].flatten()
-        forward = self._fused_forward(block, reach, keep)
+        last = None
+        if keep is not None and not tree:
+            last = self._fused_block(rows * kept, kept, self._new_buffers(rows, kept))
+            self._place(last)
+        forward = self._fused_forward(block, reach, keep, last)
         replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
-        return RecordedPass(replay, buffers, block, keep, self._choices)
+        return RecordedPass(replay, buffers, block, keep, last, self._choices)
 
     def _record_packed(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
         _, size, widest, tree = shape
-        buffers = BlockBuffers(1, size, self.device, tree=tree)
+        buffers = self._new_buffers(1, size, tree=tree)
         block = self._fused_block(size, widest, buffers)
-        return RecordedPass(self._workspace.capture(self._fused_forward(block, reach, None)), buffers, block)
+        return RecordedPass(self._workspace.capture(self._fused_forward(block, reach)), buffers, block)
 
     def _record_store(self, size: int, reach: int) -> RecordedPass:
-        fused, cache, buffers = self._fused, self.cache, BlockBuffers(1, size, self.device)
+        fused, cache, buffers = self._fused, self.cache, self._new_buffers(1, size)
         assert fused is not None
         block = self._fused_block(size, size, buffers)
 
@@ -322,6 +333,7 @@ class GraphRunner(EagerRunner):
             max_count=widest,
             slots=buffers.slots.view(-1),
             ancestors=None if buffers.ancestors is None else buffers.ancestors.view(-1),
+            states=None if buffers.states is None else buffers.states.flatten(0, 1),
         )
 
     def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Callable[[], PassOutput]:
@@ -339,10 +351,12 @@ class GraphRunner(EagerRunner):
 
         return body
 
-    def _fused_forward(self, block: Block, reach: int, keep: Tensor | None) -> Callable[[], PassOutput]:
+    def _fused_forward(
+        self, block: Block, reach: int, keep: Tensor | None = None, last: Block | None = None
+    ) -> Callable[[], PassOutput]:
         fused, cache = self._fused, self.cache
         assert fused is not None
-        return lambda: fused(block, cache, reach, keep)
+        return lambda: fused(block, cache, reach, keep, last)
 
     def _place(self, block: Block) -> None:
         """Write into a padded block where the rows that are still in have their tokens."""

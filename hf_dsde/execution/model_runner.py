@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 
 from hf_dsde import compat
 from hf_dsde.execution import attention
-from hf_dsde.execution.block_buffers import BlockBuffers
+from hf_dsde.execution.block_buffers import BlockBuffers, state_size
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
 from hf_dsde.execution.options import RuntimeOptions
-from hf_dsde.execution.pass_output import PassOutput, checked_layers
+from hf_dsde.execution.pass_output import PassOutput, checked_layers, chosen_layers
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, similar_counts
 from hf_dsde.execution.torch_modes import Autocast
@@ -88,6 +88,7 @@ class ModelRunner(ABC):
     ) -> None:
         self.model = model
         self.hidden_layers = checked_layers(model, hidden_layers)
+        self.state_size = state_size(model)
         self.rows = rows
         self.live_rows = list(range(rows))
         self._live_index: Tensor | None = None
@@ -195,13 +196,14 @@ class ModelRunner(ABC):
         self._fill_masks(buffers, view)
         self.cache.aim(buffers.slots, view, places)
 
-    def store(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
+    def store(self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Store tokens whose logits nobody wants, such as prompts: `prefill_chunk` at a time, of all rows together.
 
         Args:
             spans: Where the tokens belong. Rows of the batch that are still in, each at most once; what a span has in
                 front of it is stored already.
             tokens: Tokens of all spans, one span after another, `[sum of counts]`, int64.
+            states: What a draft head reads beside them, `[sum of counts, H]`; None for other models.
 
         Returns:
             Hidden states of these tokens, `[sum of counts, H]` for each layer that was asked for.
@@ -216,9 +218,9 @@ class ModelRunner(ABC):
             return tuple(nothing for _ in self.hidden_layers)
         if not self.cache.is_allocated:
             check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
-        return self._store(spans, tokens.to(self.device))
+        return self._store(spans, tokens.to(self.device), None if states is None else states.to(self.device))
 
-    def _store(self, spans: Sequence[Span], tokens: Tensor) -> tuple[Tensor, ...]:
+    def _store(self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None) -> tuple[Tensor, ...]:
         """Store tokens by passes over rows of about the same length, padded to the longest."""
         counts = [span.count for span in spans]
         entries = list(zip(spans, accumulate(counts, initial=0), strict=False))
@@ -231,16 +233,20 @@ class ModelRunner(ABC):
             absent = [(Span(row, 0, 0), 0) for row in self.live_rows if row not in present]
             groups = [sorted([*entries, *absent], key=lambda entry: entry[0].row)]
         hidden: list[Tensor] = []
+        more = pad(tokens, (0, 1)), None if states is None else pad(states, (0, 0, 0, 1))
         for group in groups:
-            self._store_group(group, pad(tokens, (0, 1)), hidden)
-        return tuple(states[:-1] for states in hidden)
+            self._store_group(group, *more, hidden)
+        return tuple(layer[:-1] for layer in hidden)
 
-    def _store_group(self, group: Sequence[tuple[Span, int]], tokens: Tensor, hidden: list[Tensor]) -> None:
+    def _store_group(
+        self, group: Sequence[tuple[Span, int]], tokens: Tensor, states: Tensor | None, hidden: list[Tensor]
+    ) -> None:
         """Store spans by passes over their rows.
 
         Args:
             group: The spans, each with the index of its first token.
             tokens: Of all spans, and another in the place that columns without a token are sent to.
+            states: Likewise, if the model reads any.
             hidden: Gets the hidden states of all `tokens`, `[len(tokens), H]` each, if there are none in it yet; those
                 of the group are written there.
         """
@@ -256,12 +262,14 @@ class ModelRunner(ABC):
             positions = (starts + column).masked_fill(~real, -1)
             places = (offsets + column).masked_fill(~real, len(tokens) - 1)
             block, slots = upload(torch.stack([places, positions]), self.device)
-            buffers = BlockBuffers(len(group), self.padded_width(len(column)), self.device)
-            self._fill(buffers, RowBlock(tokens[block], slots), int(positions.max()) + 1, chosen)
-            found = [states[:, -len(column) :] for states in self._execute(buffers, 0).hidden]
-            hidden += [states.new_empty(len(tokens), states.shape[-1]) for states in found[len(hidden) :]]
-            for everything, states in zip(hidden, found, strict=True):
-                everything[block.to(states.device)] = states
+            buffers = self._new_buffers(len(group), self.padded_width(len(column)))
+            given = RowBlock(tokens[block], slots, states=None if states is None else states[block])
+            self._fill(buffers, given, int(positions.max()) + 1, chosen)
+            output = self._execute(buffers, 0).hidden[: len(self.hidden_layers)]  # of a draft head, nobody wants any
+            found = [layer[:, -len(column) :] for layer in output]
+            hidden += [layer.new_empty(len(tokens), layer.shape[-1]) for layer in found[len(hidden) :]]
+            for everything, layer in zip(hidden, found, strict=True):
+                everything[block.to(layer.device)] = layer
 
     def finish(self) -> None:  # noqa: B027 - only some runners keep something
         """Give back what later calls can use: this one is done."""
@@ -297,8 +305,12 @@ class ModelRunner(ABC):
 
     def _buffers_for(self, width: int, tree: bool) -> BlockBuffers:
         if (width, tree) not in self._buffers:
-            self._buffers[width, tree] = BlockBuffers(len(self.live_rows), width, self.device, tree=tree)
+            self._buffers[width, tree] = self._new_buffers(len(self.live_rows), width, tree=tree)
         return self._buffers[width, tree]
+
+    def _new_buffers(self, rows: int, width: int, *, tree: bool = False) -> BlockBuffers:
+        states = None if self.state_size is None else (self.state_size, self.model.dtype)
+        return BlockBuffers(rows, width, self.device, tree=tree, states=states)
 
     def _fill_masks(self, buffers: BlockBuffers, view: int) -> None:
         """Write the masks of the buffered block; they keep their storage as long as the view keeps its bucket."""
@@ -323,7 +335,8 @@ class ModelRunner(ABC):
     def _execute(self, buffers: BlockBuffers, keep: int) -> PassOutput:
         """Run the model on the buffers; return at least the last `keep` columns, logits in its own dtype.
 
-        Hidden states are those of all columns. With `keep` 0 no head is run, where the model can do without.
+        Hidden states are those of all columns, a draft head's its own. With `keep` 0 no head is run, where the model
+        can do without.
         """
 
 
@@ -337,6 +350,8 @@ class EagerRunner(ModelRunner):
             arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
         if self.hidden_layers:
             arguments["output_hidden_states"] = compat.hidden_states_argument(self.hidden_layers)
+        if buffers.states is not None:
+            arguments["hidden_states"] = buffers.states
         with self._autocast.held():  # the cache has the dtype that the first pass had
             output = self.model(
                 input_ids=buffers.tokens,
@@ -346,7 +361,9 @@ class EagerRunner(ModelRunner):
                 return_dict=True,
                 **arguments,
             )
-        return PassOutput(output.logits, tuple(output.hidden_states[layer] for layer in self.hidden_layers))
+        if buffers.states is not None:
+            return PassOutput(output.logits, (output.hidden_states,))
+        return PassOutput(output.logits, chosen_layers(self.model, output, self.hidden_layers))
 
 
 def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
@@ -364,10 +381,12 @@ def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
     context = compat.context_length(runner.model)
     if context is not None:
         positions = positions.masked_fill(positions >= context, -1)
+    size = runner.state_size
+    states = None if size is None else torch.zeros(*tokens.shape, size, dtype=runner.model.dtype, device=runner.device)
 
     def timed() -> float:
         started = time.perf_counter()
-        runner.forward(RowBlock(tokens, positions), longest - 1 + width)
+        runner.forward(RowBlock(tokens, positions, states=states), longest - 1 + width)
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
         return time.perf_counter() - started

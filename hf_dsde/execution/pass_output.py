@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -47,3 +47,18 @@ def checked_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> tuple[int
             )
             raise ValueError(msg)
     return layers
+
+
+def chosen_layers(model: PreTrainedModel, output: Any, layers: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return the hidden states of some layers from what a model gave.
+
+    Raises:
+        ValueError: If it gave none.
+    """
+    if layers and getattr(output, "hidden_states", None) is None:
+        msg = (
+            f"model: a pass of {type(model).__name__} gives no hidden states (output_hidden_states=True), and what "
+            f"drafts for it reads those of layers {list(layers)}. Use a draft model, or prompt lookup."
+        )
+        raise ValueError(msg)
+    return tuple(output.hidden_states[layer] for layer in layers)

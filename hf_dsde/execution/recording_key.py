@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_dsde import compat
 from hf_dsde.execution.torch_modes import Autocast
 
-KNOWN_PACKAGES = frozenset({"torch", "transformers", "peft"})
+KNOWN_PACKAGES = frozenset({"torch", "transformers", "peft", "hf_dsde"})
 """Their modules compute what weights, attributes and configuration say. Others may ask whatever they like."""
 KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate"}
 """Their functions may take the place of a module's `forward`, and call only what they were made with."""

@@ -39,6 +39,8 @@ class RowBlock:
         counts: Tokens of each row, which are then in its first columns, `[rows]`; None if nobody knows.
         size: Run the pass packed, if the runner can: the tokens of all rows one after another, without the padding
             between them. So many tokens have room in it, at least the sum of `counts`. None to run it padded.
+        states: What a draft head reads beside each token, `[rows, width, H]`, floating point, anything finite where
+            there is no token; None for other models.
 
     Raises:
         ValueError: If a tree has no slots, or too many tokens.
@@ -50,6 +52,7 @@ class RowBlock:
     ancestors: Tensor | None = None
     counts: Tensor | None = None
     size: int | None = None
+    states: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Refuse half a tree."""
@@ -73,8 +76,10 @@ class RowBlock:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowBlock:
         """Return a block with what `function` makes of each tensor that has an entry for each column."""
-        slots, ancestors = (None if tensor is None else function(tensor) for tensor in (self.slots, self.ancestors))
-        return RowBlock(function(self.tokens), function(self.positions), slots, ancestors, self.counts, self.size)
+        optional = (self.slots, self.ancestors, self.states)
+        slots, ancestors, states = (None if tensor is None else function(tensor) for tensor in optional)
+        tokens, positions = function(self.tokens), function(self.positions)
+        return RowBlock(tokens, positions, slots, ancestors, self.counts, self.size, states)
 
     def packed(self) -> tuple[Block, Tensor]:
         """Pack the block into its `size`, without asking the device for anything; `counts` have to be known.
@@ -102,5 +107,6 @@ class RowBlock:
             max_count=self.width,
             slots=positions if self.slots is None else self.slots[rows, columns].masked_fill(unused, -1),
             ancestors=None if self.ancestors is None else self.ancestors[rows, columns],
+            states=None if self.states is None else self.states[rows, columns],
         )
         return block, (starts[:, None] + torch.arange(self.width, device=rows.device)).clamp_max(self.size - 1)

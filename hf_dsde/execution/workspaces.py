@@ -35,6 +35,7 @@ class RecordedPass:
         buffers: Its tokens and positions.
         block: The same, flat, with the rows they belong to, for a fused pass; None for the model's own.
         keep: Indices of the tokens whose logits a fused pass gives, if not all: the replay reads it.
+        last: These tokens as a block, if the last layer is run on them alone.
         choice: Number of the choice of rows that a padded `block` holds now.
     """
 
@@ -42,6 +43,7 @@ class RecordedPass:
     buffers: BlockBuffers
     block: Block | None = None
     keep: Tensor | None = None
+    last: Block | None = None
     choice: int = 0
 
 

@@ -33,6 +33,7 @@ class Block:
         ancestors: For each token of a tree, a bit for every token of its row that it sees, itself included: bit i for
             the i-th that has a position, `[T]`, int64. None for chains.
         whole_row: The cache row whose first T tokens these are, if they are and the host knows it.
+        states: What a draft head reads beside each token, `[T, H]`, of its dtype; None for other models.
     """
 
     tokens: Tensor
@@ -44,6 +45,7 @@ class Block:
     slots: Tensor = None  # type: ignore[assignment] # set below
     ancestors: Tensor | None = None
     whole_row: int | None = None
+    states: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Let a chain's slots be its positions."""
@@ -57,3 +59,5 @@ class Block:
         if self.ancestors is not None and other.ancestors is not None:
             self.slots.copy_(other.slots)
             self.ancestors.copy_(other.ancestors)
+        if self.states is not None and other.states is not None:
+            self.states.copy_(other.states)

@@ -209,6 +209,25 @@ def test_head_runs_on_kept_rows_only() -> None:
     assert seen == [2]
 
 
+@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize("name", ["mistral", "qwen3-sliding-wide-heads"])
+def test_the_last_layer_of_kept_tokens_alone_gives_the_same(name: str, kept: int) -> None:
+    model = model_of(name)
+    pair = Pair(model, STORED)
+    block = padded_block(*aligned(pair.texts, STORED, COUNTS, 4, "right"))
+    keep = torch.arange(16).view(4, 4)[:, -kept:].flatten()
+    expected = pair.fused_logits(block, keep)
+    seen: list[int] = []
+    model.model.layers[-1].mlp.down_proj.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
+    nowhere = torch.full((4, kept), -1)
+    last = padded_block(torch.zeros_like(nowhere), nowhere)
+    found = pair.decoder(block, pair.other.cache, 64, keep, last).logits
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert seen == [len(keep)]
+    pair.stock_logits(*aligned(pair.texts, STORED, COUNTS, 4, "right"))
+    pair.check_caches([begin + count for begin, count in zip(STORED, COUNTS, strict=True)], 1e-9)
+
+
 def test_a_block_of_padding_leaves_the_cache_alone() -> None:
     pair = Pair(model_of("mistral"), STORED)
     tokens = torch.full((len(STORED), 3), VOCABULARY - 1)

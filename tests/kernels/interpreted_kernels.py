@@ -25,11 +25,14 @@ from kernel_cases import (
     slow_rotation,
     slow_silu_mul,
 )
+from tiny_heads import tiny_head
 from tiny_models import tiny_model
 from tiny_trees import LENGTHS, Trees
 from torch import Tensor
 
 from hf_dsde.execution.fused_decoder import FusedDecoder
+from hf_dsde.execution.fused_head import FusedHead
+from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
@@ -137,6 +140,33 @@ def test_a_fused_pass_over_trees_gives_what_plain_decoding_of_each_path_gives(fa
         flat, places = replace(block, counts=count, size=block.tokens.numel()).packed()
     logits = FusedDecoder(model, kernels)(flat, runner.cache, 64, None).logits
     trees.check(model, PassOutput(logits[places]), 1e-4)
+
+
+@pytest.mark.parametrize("kept", [3, 1])
+def test_a_fused_pass_of_a_head_gives_what_the_head_gives(kept, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    head, rows, width = tiny_head(tiny_model(), kind="qwen3", norm_output=True).float(), 2, 3
+    tokens, states = torch.randint(3, 90, (rows, width)), torch.randn(rows, width, head.config.hidden_size)
+
+    def block(columns, positions):
+        return Block(
+            tokens=tokens[:, columns].flatten(),
+            rows=torch.arange(rows).repeat_interleave(len(columns)),
+            positions=positions.repeat(rows),
+            starts=torch.arange(rows).int() * len(columns),
+            counts=torch.full((rows,), len(columns), dtype=torch.int32),
+            max_count=len(columns),
+            states=states[:, columns].flatten(0, 1),
+        )
+
+    columns = torch.arange(width)
+    last = None if kept == width else block(columns[-kept:], torch.full((kept,), -1))
+    keep = None if kept == width else torch.arange(rows * width).view(rows, width)[:, -kept:].flatten()
+    output = FusedHead(head, kernels)(block(columns, columns), RaggedCache(1, 64, rows), 64, keep, last)
+    with torch.no_grad():
+        expected = head(tokens, hidden_states=states)
+    for found, wanted in ((output.logits, expected.logits), (output.hidden[0], expected.hidden_states)):
+        torch.testing.assert_close(found.view(rows, kept, -1), wanted[:, -kept:], rtol=1e-4, atol=1e-4)
 
 
 def test_a_reach_far_beyond_the_texts_changes_nothing():
