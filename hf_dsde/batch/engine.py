@@ -18,9 +18,9 @@ from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.batch.row_stopping import RowStopping
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.execution.create_runner import release_memory
 from hf_dsde.execution.torch_modes import lasting
+from hf_dsde.integration.drafters import model_drafter
 from hf_dsde.integration.generation import Speculation
 from hf_dsde.integration.loop_builder import build_loop
 
@@ -163,7 +163,7 @@ class BatchEngine:
         return build_loop(
             RefillLoop,
             self.model,
-            ModelDrafter(self.draft),
+            model_drafter(self.draft),
             sequences,
             capacity=capacity,
             cache_limit=admission.slots,

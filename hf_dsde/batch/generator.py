@@ -67,7 +67,7 @@ class BatchGenerator(Fingerprinted):
     Args:
         model: The target, in evaluation.
         tokenizer: Its tokenizer.
-        assistant_model: The draft.
+        assistant_model: The draft: a model, or a head that was made for the target.
         speculation_policy: A policy's name, a policy, or a `SpeculationConfig`. None takes the policy of
             `speculation_config`, and `auto` where that is None too.
         speculation_config: Every other setting of speculation.

@@ -121,6 +121,9 @@ class Drafter(CandidateGenerator, ABC):
     def accept(self, verified: VerifiedBlock, hidden: tuple[Tensor, ...]) -> None:
         """Get the target's hidden states of a round, if any layer was named, before the host knows how it ended.
 
+        The texts do not have the round's tokens yet: a row's last token, which the first column is of, has the position
+        `sequences.lengths - 1`.
+
         Args:
             verified: Which of the candidates stand.
             hidden: Of each layer, those of each row's last token and candidates, `[rows, width + 1, H]`. Of a row, the

@@ -168,9 +168,9 @@ class SpeculativeLoop:
         self._clock.mark()
         new_tokens = verified.with_next_token(candidates.tokens)
         kept, ended = self._stopping.cut(new_tokens, torch.where(plan.active, verified.accepted + 1, 0))
-        sequences.append(new_tokens, kept)
         if passed.hidden:
             self._drafter.accept(verified, passed.hidden)
+        sequences.append(new_tokens, kept)
         done = FinishedRound(plan, candidates, logits, scores, verified, self._do_sample, passed.packed_tokens)
         going_on = plan.active & ~ended
         probes = self._probes(plan.index + 1)

@@ -62,6 +62,10 @@ class ScoreProcessor(Protocol):
     def needs_counts(self) -> bool:
         """Whether it must know on the host which columns matter."""
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether scores are the logits as they are."""
+
     def on(self, device: torch.device) -> ScoreProcessor:
         """Return one that works on `device`."""
 
@@ -138,6 +142,11 @@ class StagedProcessor(ABC):
     def needs_counts(self) -> bool:
         """Whether any processor is called position by position."""
         return any(not isinstance(stage, BlockFunction) for stage, _ in self._stages)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether there is no processor."""
+        return not any(self._chains)
 
     def __call__(self, logits: Tensor, sequences: SequenceBatch, counts: Sequence[int], offset: int = 0) -> Tensor:
         """Process a block.

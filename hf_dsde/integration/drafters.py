@@ -18,15 +18,19 @@ from transformers.generation.candidate_generator import (
 )
 
 from hf_dsde.decoding.drafter import Drafter
+from hf_dsde.drafting.chain import ChainDrafter
+from hf_dsde.drafting.head import HeadDrafter
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.drafting.per_row import PerRowDrafter
 from hf_dsde.execution.wrappers import unwrapped
 from hf_dsde.integration import vocabularies
+from hf_dsde.integration.heads import is_head
 from hf_dsde.measurement.statistics import SpeculationWarning
 
 Assistant = PreTrainedModel | Drafter | CandidateGenerator | None
-"""What `assistant_model` takes: a model, a drafter, a generator of transformers or of the user's; None where the
-generation config asks for prompt lookup, or for the target's own layers for multi-token prediction."""
+"""What `assistant_model` takes: a model, a head made for the target, a drafter, a generator of transformers or of the
+user's; None where the generation config asks for prompt lookup, or for the target's own layers for multi-token
+prediction."""
 
 NGRAM_SIZE = 2
 """Tokens that prompt lookup matches at most where the generation config names no number, as in transformers."""
@@ -63,14 +67,19 @@ def drafter_for(
     if assistant is None:
         return PerRowDrafter(partial(_lookup, target, generation_config, processors), owner=target)
     draft = unwrapped("assistant_model", assistant)
-    if tokenizer is not None and assistant_tokenizer is not None:
+    if tokenizer is not None and assistant_tokenizer is not None and not is_head(draft):
         shared = vocabularies.shared_size(target, draft)
         different = vocabularies.differences(tokenizer, assistant_tokenizer, shared)
         if different:
             _warn_of_translation(different)
             make = partial(_translating, draft, generation_config, tokenizer, assistant_tokenizer)
             return PerRowDrafter(make, owner=draft)
-    return ModelDrafter(draft)
+    return model_drafter(draft)
+
+
+def model_drafter(draft: PreTrainedModel) -> ChainDrafter:
+    """Return what drafts with a model of the target's vocabulary, or with a head."""
+    return HeadDrafter(draft) if is_head(draft) else ModelDrafter(draft)
 
 
 def _warn_of_translation(different: Sequence[vocabularies.Difference]) -> None:

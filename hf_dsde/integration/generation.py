@@ -83,7 +83,7 @@ class Speculation:
         if policy is None:
             return cls(config.build_policy(), config, listeners)
         if isinstance(policy, StoppingPolicy):
-            return cls(policy, config, listeners)
+            return cls(config.capped(policy), config, listeners)
         if isinstance(policy, str):
             if policy == config.policy:
                 return cls(config.build_policy(), config, listeners)

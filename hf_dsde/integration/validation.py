@@ -15,6 +15,7 @@ from hf_dsde import compat
 from hf_dsde.decoding.processing.state import refuse_known
 from hf_dsde.execution import attention, wrappers
 from hf_dsde.integration import vocabularies
+from hf_dsde.integration.heads import check_head, is_head
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
@@ -169,12 +170,14 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel | None, packed_
 
     Raises:
         ValueError: For encoder-decoders, models with recurrent or otherwise unknown layers, ALiBi, attention
-            implementations that take no mask, models whose inputs somebody else's method makes, and training with
-            gradient checkpointing where that drops the cache.
+            implementations that take no mask, models whose inputs somebody else's method makes, training with
+            gradient checkpointing where that drops the cache, and heads of another target.
     """
     _check_model("model", target, packed_attention)
     if draft is not None:
         _check_model("assistant_model", draft, packed_attention)
+        if is_head(draft):
+            check_head(target, draft)
 
 
 def _check_model(argument: str, model: PreTrainedModel, packed_attention: bool) -> None:
@@ -254,6 +257,8 @@ def check_tokenizers(
     Raises:
         ValueError: If the vocabularies differ; the message names the first differing ids.
     """
+    if is_head(draft):  # its tokens are the target's
+        return
     if tokenizer is None and assistant_tokenizer is None and target.name_or_path == draft.name_or_path:
         return
     if tokenizer is None:

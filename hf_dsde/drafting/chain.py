@@ -1,0 +1,327 @@
+"""Drafting one token after another with a model over a ragged cache of its own.
+
+The cache is not rolled back and not kept in step with the target's: the first forward pass of a round feeds the last
+tokens of every row, as many as the row that misses most. Feeding a token again writes the same key and
+value into the same slot.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_dsde import compat
+from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
+from hf_dsde.decoding.draft_monitor import DraftMonitor
+from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
+from hf_dsde.decoding.plan import RoundPlan
+from hf_dsde.decoding.sampling import choose
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
+from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.row_block import RowBlock
+from hf_dsde.execution.wrappers import may_depend_on_rows
+from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep, Signal
+from hf_dsde.utils.transfers import upload
+from hf_dsde.utils.tuning import tuning_of
+
+UNKNOWN_TOKEN_LOGIT = -1e4
+"""Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
+everything else leaves a distribution, and no NaN."""
+
+
+@dataclass
+class Proposal:
+    """What a round's draft steps bring, one entry per step."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    confidence: list[Tensor] = field(default_factory=list)
+    _block: Tensor | None = None
+
+    def add(self, step: DraftStep, probs: Tensor | None, signals_needed: frozenset[Signal]) -> None:
+        """Keep a step's tokens, the law they were drawn from, and the signals that are asked for."""
+        self.tokens.append(step.tokens)
+        if probs is not None:
+            self.probs.append(probs)
+        if signals_needed & LOGIT_SIGNALS:
+            self.logits.append(step.logits)
+        if Signal.ENTROPY in signals_needed:
+            self.entropy.append(step.entropy)
+        if Signal.CONFIDENCE in signals_needed:
+            self.confidence.append(step.confidence)
+
+    def block(self, device: torch.device) -> Tensor:
+        """All steps' tokens, `[rows, steps]`, on `device`; the same tensor again until another step is added."""
+        if self._block is None or self._block.shape[1] != len(self.tokens):
+            self._block = torch.stack(self.tokens, dim=1).to(device)
+        return self._block
+
+    def candidates(self, drafted: Tensor, host_lengths: Sequence[int] | None, device: torch.device) -> CandidateBatch:
+        """Stack the steps and bring them to the sequences' device, once per round."""
+
+        def stacked(steps: Sequence[Tensor]) -> Tensor | None:
+            return torch.stack(list(steps), dim=1).to(device) if steps else None
+
+        probs = stacked(self.probs)
+        return CandidateBatch(
+            tokens=self.block(device),
+            lengths=drafted.to(device),
+            law=Deterministic() if probs is None else Sampled(probs),
+            host_lengths=host_lengths,
+            steps=len(self.tokens),
+            logits=stacked(self.logits),
+            entropy=stacked(self.entropy),
+            confidence=stacked(self.confidence),
+        )
+
+
+class ChainDrafter(Drafter):
+    """Drafts with a model: a pass for each token of the rows' drafts, over what the model's cache holds of their texts.
+
+    Args:
+        model: The draft.
+    """
+
+    provides = DRAFT_SIGNALS
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @abstractmethod
+    def _make_runner(self, call: DraftCall) -> ModelRunner:
+        """Return what runs the draft's passes in a call."""
+
+    @abstractmethod
+    def _text_block(self, width: int) -> RowBlock:
+        """Return the last `width` tokens of each row's text as the draft is fed them, right-aligned."""
+
+    @abstractmethod
+    def _drafted_block(self, tokens: Tensor, places: Tensor, before: PassOutput) -> RowBlock:
+        """Return the tokens of a step as the draft is fed them.
+
+        Args:
+            tokens: `[rows, 1]`, int64.
+            places: Their positions in the rows' texts, `[rows, 1]`, int64; below 0 where a row has none.
+            before: Of the pass that they were chosen after.
+        """
+
+    @abstractmethod
+    def _store_missing(self, rows: Sequence[int]) -> bool:
+        """Store all that rows miss but their last tokens, which the next step feeds; return whether there was any."""
+
+    @abstractmethod
+    def _held(self, length: int, matches: int, drafted: int) -> int:
+        """Return how many tokens of a row's text the cache holds after a round.
+
+        Args:
+            length: Tokens that it had before.
+            matches: Draft tokens that were accepted.
+            drafted: Tokens that were drafted.
+        """
+
+    @abstractmethod
+    def _fits_first_pass(self, width: int) -> bool:
+        """Whether catching up can share the first draft pass."""
+
+    @abstractmethod
+    def _staged_width(self) -> int:
+        """Return how many tokens of a row can be missing after a proposal, if none were before."""
+
+    @abstractmethod
+    def _align(self, logits: Tensor) -> Tensor:
+        """Bring logits to the target's vocabulary, `[..., vocabulary]`: ids that the draft lacks get no probability."""
+
+    def start(self, call: DraftCall) -> None:
+        """Make a cache for the batch, or take over an earlier call's."""
+        super().start(call)
+        sequences = call.sequences
+        self._runner = self._make_runner(call)
+        self._runner.cache.limit = call.cache_limit
+        self._device = self._runner.device
+        self._tuning = tuning_of(self._device)
+        self._vocabulary_size = call.vocabulary_size
+        # The draft samples through the call's processors, as it should resemble the target.
+        self._process = call.process if self._device == sequences.device else call.process.on(self._device)
+        self._context = compat.context_length(self.model)
+        self._cached = [0] * sequences.rows
+        self._caught_up: list[int | None] = []
+        self._staged: Callable[[], PassOutput] | None = None
+        self._prepared: tuple[PassOutput, int] | None = None
+
+    @property
+    def depends_on_rows(self) -> bool:
+        """Whether hooks in the draft may hold something for each row."""
+        return may_depend_on_rows(self.model)
+
+    @property
+    def cost_owner(self) -> object:
+        """The draft."""
+        return self.model
+
+    @property
+    def conditions(self) -> Hashable:
+        """How the draft's passes are run."""
+        return self._runner.conditions
+
+    @property
+    def cache(self) -> RaggedCache:
+        """The draft's keys and values."""
+        return self._runner.cache
+
+    @property
+    def recording_costs(self) -> RecordingCosts:
+        """What recording passes of the draft has cost so far."""
+        return self._runner.recording_costs
+
+    def active(self) -> AbstractContextManager[None]:
+        """Hold the draft's attention setting."""
+        return self._runner.active()
+
+    def begin_texts(self, rows: Sequence[int]) -> None:
+        """Forget what the cache holds of these rows, and the pass that was begun for their old texts."""
+        self._prepared = None
+        for row in rows:
+            self._cached[row] = 0
+
+    def finish(self) -> None:
+        """Let later calls have the cache."""
+        self._runner.finish()
+
+    def room(self) -> Tensor | None:
+        """A row can draft until it has filled the draft's context."""
+        return None if self._context is None else (self._context - self.call.sequences.lengths).clamp_min(0)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out of the draft's passes."""
+        self._runner.keep_rows(rows)
+
+    def step_seconds(self, longest: int) -> float:
+        """Measure and return the seconds of one forward pass of one token per row."""
+        return pass_seconds(self._runner, 1, longest)
+
+    def get_candidates(  # type: ignore[override] # as in `Drafter`
+        self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
+    ) -> CandidateBatch:
+        """Draft up to `plan.width` tokens, one forward pass each."""
+        lengths = plan.lengths.to(self._device)
+        drafted = torch.zeros_like(lengths)
+        drafting = lengths > 0
+        proposal = Proposal()
+        output = self._catch_up(sequences, plan)
+        ends = sequences.lengths.to(self._device)
+        following: Callable[[], PassOutput] | None = None
+        for position in range(plan.width):
+            if following is not None:
+                output = following()
+            step, probs = self._chosen(output.logits[:, 0], plan, position, drafting)
+            if self._process.needs_history:
+                sequences.write_drafts(step.tokens[:, None].to(sequences.device), offset=position)
+            proposal.add(step, probs, monitor.signals)
+            drafted = drafted + drafting
+            drafting = monitor.after(step, drafting & (lengths > position + 1))
+            if position + 1 == plan.width:
+                break
+            # Whatever follows is ready before the host waits for the answer, so that the device gets it at once.
+            monitor.ask(drafting)
+            following = self._stage(ends, step.tokens, position + 1, drafting, output)
+            if monitor.nobody_drafts(partial(_proposed, proposal, drafted, sequences.device)):
+                break
+        host_lengths = None if monitor.stops_inside_round else plan.length_counts
+        return proposal.candidates(drafted, host_lengths, sequences.device)
+
+    def _chosen(
+        self, logits: Tensor, plan: RoundPlan, position: int, drafting: Tensor
+    ) -> tuple[DraftStep, Tensor | None]:
+        """Choose the tokens of a step; return them with what they were chosen from, and the law if they were drawn.
+
+        Args:
+            logits: The draft's, `[rows, its vocabulary]`, float32.
+            plan: The round.
+            position: Tokens that were drafted before.
+            drafting: Rows that take part, `[rows]`, bool.
+        """
+        logits = self._align(logits)
+        counts = [int(position < length) for length in plan.length_counts]
+        scores = self._process(logits[:, None], self.call.sequences, counts, offset=position)[:, 0]
+        tokens, probs = choose(scores, self.call.do_sample)
+        return DraftStep(position, tokens, logits, scores, drafting), probs
+
+    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
+        """Stage the last tokens of each row: after a proposal, no row that drafted misses more."""
+        self._staged = self._prepared = None
+        fits = self._context is None or longest <= self._context
+        if self._device != self.call.sequences.device or not fits or not self._caught_up:
+            return None
+        width = self._staged_width()
+        self._staged = self._runner.stage(_only(self._text_block(width), going_on), longest, keep=1)
+        return StagedStep(partial(self._feed_staged, width), beside=self._runner.replays)
+
+    def _feed_staged(self, width: int) -> None:
+        staged, self._staged = self._staged, None
+        assert staged is not None
+        self._prepared = staged(), width
+
+    def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
+        self,
+        sequences: SequenceBatch,  # noqa: ARG002
+        scores: Tensor,  # noqa: ARG002
+        num_matches: Sequence[int],
+        drafted: Sequence[int],
+    ) -> None:
+        """Note how much of each row's cache holds text."""
+        for row, length in enumerate(self._caught_up):
+            if length is not None:
+                self._cached[row] = self._held(length, num_matches[row], drafted[row])
+        self._caught_up = []
+
+    def _catch_up(self, sequences: SequenceBatch, plan: RoundPlan) -> PassOutput:
+        """Feed what each row misses up to its last token; return what the pass gave of that."""
+        lengths = sequences.length_counts
+        missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
+        fits = [
+            drafts > 0
+            or (active and gap <= self._tuning.long_gap and (self._context is None or length <= self._context))
+            for drafts, active, gap, length in zip(plan.length_counts, plan.active_rows, missing, lengths, strict=True)
+        ]
+        self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
+        prepared, self._prepared = self._prepared, None
+        rows = [row for row, fit in enumerate(fits) if fit]
+        if prepared is not None and max(missing[row] for row in rows) <= prepared[1]:
+            return prepared[0]
+        if not self._fits_first_pass(max(missing[row] for row in rows)):
+            self._store_missing([row for row in rows if missing[row] > self._tuning.long_gap])
+        width = max(lengths[row] - self._cached[row] for row in rows)
+        block = self._text_block(width)
+        if not all(fits):
+            block = _only(block, upload(fits, block.positions.device))
+        return self._runner.forward(block, max(lengths[row] for row in rows), keep=1)
+
+    def _stage(
+        self, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor, before: PassOutput
+    ) -> Callable[[], PassOutput]:
+        """Get a draft step ready that feeds the tokens of the one before."""
+        places = (ends + position - 1).masked_fill(~drafting, -1)
+        longest = max(self.call.sequences.length_counts) + position
+        return self._runner.stage(self._drafted_block(tokens[:, None], places[:, None], before), longest, keep=1)
+
+
+def _only(block: RowBlock, rows: Tensor) -> RowBlock:
+    """Return a block in which other rows than these, `[rows]`, bool, have no tokens."""
+    return replace(block, positions=block.positions.masked_fill(~rows[:, None], -1))
+
+
+def _proposed(proposal: Proposal, drafted: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is proposed if no row drafts on."""
+    return proposal.block(device), drafted.to(device)
