@@ -16,95 +16,32 @@ from __future__ import annotations
 import json
 import logging
 import math
-import platform
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import accelerate
 import torch
-import transformers
 import typer
 from accelerate import Accelerator
 from distillation.evaluate import EvaluationSettings, evaluate
-from distillation.generate import (
-    GenerationSettings,
-    TextGenerator,
-    describe_rows,
-    generate_shards,
-    invent_prompts,
-    plan_jobs,
-    read_shards,
+from distillation.generate import GenerationSettings, read_shards
+from distillation.prompts import load_prompts
+from distillation.stages import (
+    PACKAGED,
+    PACKAGED_DESCRIPTION,
+    generate_text,
+    load_target,
+    prepare_prompts,
+    versions,
 )
-from distillation.prompts import held_out_prompts, load_prompts, save_prompts, training_prompts
-from distillation.train import Progress, TrainingSettings, train
+from distillation.train import DistillationLoss, Progress, TrainingSettings, train
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dsde.drafting.layer_draft import initialise_draft, load_draft, save_draft
-from hf_dsde.smollm2 import PACKAGE, VERSION, load_smollm2
 
 logger = logging.getLogger(__name__)
-
-PACKAGED = "smollm2"
-PACKAGED_DESCRIPTION = f"SmolLM2-135M-Instruct, Q4_1, from {PACKAGE}=={VERSION}"
-
-
-def load_target(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The packaged target, or any causal LM that transformers finds under `name`."""
-    if name == PACKAGED:
-        return load_smollm2(dtype=dtype, device=device)
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    torch.nn.Module.to(model, device)
-    return model.eval(), tokenizer
-
-
-def prepare_prompts(work_folder: Path, per_task: int, seed: int, accelerator: Accelerator) -> None:
-    """Write the training and the held-out prompts, unless they are there."""
-    with accelerator.main_process_first():
-        if not (work_folder / "prompts.json").exists():
-            save_prompts(training_prompts(seed), work_folder / "prompts.json")
-        if not (work_folder / "held_out.json").exists():
-            save_prompts(held_out_prompts(seed, per_task), work_folder / "held_out.json")
-
-
-def generate_text(
-    target_name: str,
-    work_folder: Path,
-    settings: GenerationSettings,
-    invent: int,
-    minutes: float,
-    accelerator: Accelerator,
-) -> dict[str, Any]:
-    """Let the target write the training rows; returns what there is of them, and the time it took."""
-    record = work_folder / "generation.json"
-    if not record.exists():
-        dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
-        started = time.monotonic()
-        model, tokenizer = load_target(target_name, dtype, accelerator.device)
-        generator = TextGenerator(model, tokenizer, settings)
-        invented = invent_prompts(generator, work_folder, invent, minutes / 4, accelerator)
-        prompts = load_prompts(work_folder / "prompts.json") + load_prompts(invented)
-        left = minutes - (time.monotonic() - started) / 60
-        jobs = plan_jobs(prompts, tokenizer, settings)
-        generate_shards(generator, jobs, work_folder / "rows" / "answers", left, accelerator)
-        if accelerator.is_main_process:
-            counts: dict[str, Any] = dict(describe_rows(work_folder / "rows"))
-            counts["minutes"] = (time.monotonic() - started) / 60
-            record.write_text(json.dumps(counts), encoding="utf-8")
-        # The compiled decoding holds its cache and its graphs, which training needs the memory of.
-        torch.compiler.reset()
-        del generator, model
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        accelerator.wait_for_everyone()
-    counts = json.loads(record.read_text(encoding="utf-8"))
-    logger.info("generated: %s", counts)
-    return counts
 
 
 def train_draft(
@@ -123,21 +60,10 @@ def train_draft(
         teacher, _ = load_target(target_name, torch.bfloat16, accelerator.device)
     teacher.requires_grad_(False)
     rows = read_shards(work_folder / "rows")
-    progress = train(draft, teacher, rows, settings, work_folder, accelerator, stop_at)
+    on_gpu = accelerator.device.type == "cuda"
+    loss = DistillationLoss(draft, teacher, settings.chunk_tokens, settings.hard_weight, compiled=on_gpu)
+    progress = train(draft, loss, rows, settings, work_folder / "checkpoint.pt", accelerator, stop_at)
     return draft, target, tokenizer, progress
-
-
-def versions(accelerator: Accelerator) -> dict[str, str]:
-    """What a reader needs to know to compare a result with another."""
-    device = accelerator.device
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
-        "processes": str(accelerator.num_processes),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-    }
 
 
 def show(results: list[dict[str, Any]], candidates: int) -> None:

@@ -1,1 +1,1 @@
-"""The parts of `distill_draft.py`: prompts, generation of training text, training, evaluation."""
+"""The parts of `distill_draft.py` and `train_head.py`: prompts, generation, training, evaluation."""

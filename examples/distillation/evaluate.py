@@ -6,7 +6,7 @@ finished answer gives what it would have proposed at every position, and walking
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,11 +86,21 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     settings: EvaluationSettings,
+    score: Callable[..., Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure a pair at temperatures 0 and 1 for each task.
 
     Both models should be in float32 and on one device, otherwise rounding decides some positions.
+
+    Args:
+        draft: What drafts.
+        target: Whose answers are walked along.
+        tokenizer: The target's.
+        prompts: Of all tasks.
+        settings: What is measured.
+        score: Scores finished answers, and takes and gives what `measure` does, which is the default.
     """
+    score = score or measure
     results: list[dict[str, Any]] = []
     for task in dict.fromkeys(prompt.task for prompt in prompts):
         texts = [prompt.text for prompt in prompts if prompt.task == task]
@@ -99,7 +109,7 @@ def evaluate(
             torch.manual_seed(settings.seed)
             for start in range(0, len(texts), settings.batch_size):
                 rows += answers(target, tokenizer, texts[start : start + settings.batch_size], temperature, settings)
-            results.append(asdict(measure(draft, target, rows, task, temperature, settings)))
+            results.append(asdict(score(draft, target, rows, task, temperature, settings)))
     return results
 
 

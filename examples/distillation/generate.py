@@ -227,11 +227,13 @@ def generate_shards(
 
 
 def write_shard(rows: Sequence[tuple[torch.Tensor, int]], file: Path) -> None:
-    """Write rows as one flat int32 tensor with their lengths."""
+    """Write rows as one flat tensor with their lengths: two bytes a token where they are enough, otherwise four."""
     partial = file.with_suffix(".partial")
+    tokens = torch.cat([row for row, _ in rows])
+    small = bool((tokens <= torch.iinfo(torch.uint16).max).all())
     save_file(
         {
-            "tokens": torch.cat([row for row, _ in rows]).to(torch.int32),
+            "tokens": tokens.to(torch.uint16 if small else torch.int32),
             "lengths": torch.tensor([len(row) for row, _ in rows], dtype=torch.int32),
             "prompt_lengths": torch.tensor([prompt_length for _, prompt_length in rows], dtype=torch.int32),
         },
@@ -245,7 +247,7 @@ def read_shards(folder: Path) -> list[tuple[torch.Tensor, int]]:
     rows: list[tuple[torch.Tensor, int]] = []
     for file in sorted(folder.rglob("shard-*.safetensors")):
         shard = load_file(file)
-        parts = shard["tokens"].split(shard["lengths"].tolist())
+        parts = shard["tokens"].to(torch.int32).split(shard["lengths"].tolist())
         rows += [
             (part, length) for part, length in zip(parts, shard["prompt_lengths"].tolist(), strict=True) if len(part)
         ]

@@ -1,4 +1,4 @@
-"""Training of a layer draft on rows of its target's own text."""
+"""Training on rows of a target's own text: the loss of a layer draft, and the loop for any draft and loss."""
 
 from __future__ import annotations
 
@@ -108,22 +108,15 @@ class DistillationLoss(nn.Module):
             target_hidden = self.target.model(input_ids=input_ids, use_cache=False).last_hidden_state
         draft_hidden = self.draft.model(input_ids=input_ids, use_cache=False).last_hidden_state
         flat = weights.flatten()
-        kept = flat.nonzero().squeeze(1)
-        # Filled up with weightless positions, so that every chunk has one shape.
-        missing = -len(kept) % self.chunk_tokens
-        kept = torch.cat([kept, kept.new_zeros(missing)])
-        kept_weights = flat[kept]
-        if missing:
-            kept_weights[-missing:] = 0
         losses = [
             checkpoint(
                 self.chunk_loss,
                 draft_hidden.flatten(0, 1)[index],
                 target_hidden.flatten(0, 1)[index],
-                weight,
+                flat[index] * real,
                 use_reentrant=False,
             )
-            for index, weight in zip(kept.split(self.chunk_tokens), kept_weights.split(self.chunk_tokens), strict=True)
+            for index, real in weighty_chunks(flat, self.chunk_tokens)
         ]
         return torch.stack(losses).sum() / flat.sum()
 
@@ -139,6 +132,25 @@ class DistillationLoss(nn.Module):
         soft = -(target_probs * draft_log_probs).sum(dim=-1)
         hard = -draft_log_probs.gather(-1, best).squeeze(-1)
         return ((soft + self.hard_weight * hard) * weight).sum()
+
+
+def weighty_chunks(weights: torch.Tensor, chunk_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Positions with a weight, so many at a time.
+
+    Args:
+        weights: `[N]`.
+        chunk_tokens: Every chunk has so many, the last one by repetition of position 0: one shape for all.
+
+    Yields:
+        Positions `[chunk_tokens]` int64, and which of them count: 1 or 0, of the weights' dtype.
+    """
+    kept = weights.nonzero().squeeze(1)
+    missing = -len(kept) % chunk_tokens
+    real = weights.new_ones(len(kept) + missing)
+    if missing:
+        real[-missing:] = 0
+    kept = torch.cat([kept, kept.new_zeros(missing)])
+    yield from zip(kept.split(chunk_tokens), real.split(chunk_tokens), strict=True)
 
 
 def epoch_batches(rows: Sequence[Row], settings: TrainingSettings, epoch: int) -> list[list[int]]:
@@ -231,10 +243,10 @@ def load_checkpoint(file: Path, draft: PreTrainedModel, optimizer: Any) -> Progr
 
 def train(
     draft: PreTrainedModel,
-    target: PreTrainedModel,
+    loss_module: nn.Module,
     rows: Sequence[Row],
     settings: TrainingSettings,
-    work_folder: Path,
+    file: Path,
     accelerator: Accelerator,
     stop_at: float = math.inf,
 ) -> Progress:
@@ -242,19 +254,16 @@ def train(
 
     Args:
         draft: In float32.
-        target: The teacher, in any dtype.
+        loss_module: Gives a batch's mean loss for what `collate` makes, and holds the draft.
         rows: Of tokens.
         settings: The plan.
-        work_folder: Holds `checkpoint.pt`, from which training goes on if it exists.
+        file: The checkpoint, from which training goes on if it exists.
         accelerator: Devices and mixed precision.
         stop_at: Time on `time.monotonic()` at which to save a checkpoint and return, whatever is left of the plan.
 
     Returns:
         How far training has come; `share(settings)` is 1 when the plan is fulfilled.
     """
-    file = work_folder / "checkpoint.pt"
-    on_gpu = accelerator.device.type == "cuda"
-    loss_module = DistillationLoss(draft, target, settings.chunk_tokens, settings.hard_weight, compiled=on_gpu)
     loss_module, optimizer = accelerator.prepare(loss_module, _optimizer(draft, settings))
     progress = load_checkpoint(file, draft, optimizer)
     draft.train()
