@@ -13,7 +13,7 @@ from huggingface_hub import hf_hub_download
 
 from hf_dsde.costs import CostModel
 from hf_dsde.execution.options import RuntimeOptions
-from hf_dsde.policies import StoppingPolicy, create_policy
+from hf_dsde.policies import CostCap, Signal, StoppingPolicy, create_policy
 from hf_dsde.utils.checks import check_choice, check_flag, check_integer
 
 CONFIG_NAME = "speculation_config.json"
@@ -33,6 +33,8 @@ class SpeculationConfig:
             on a CUDA device and `eager` elsewhere.
         costs: What passes cost, as `CostModel.to_dict` gives it, for policies that weigh cost against gain. None lets
             the first call of a pair and batch size measure it.
+        cost_cap: Whether a policy that weighs no costs is kept from drafting what is expected to cost more than it
+            brings (`hf_dsde.policies.CostCap`). None: where `costs` are given. True: they are measured if need be.
         refresh_costs: Whether the timings of rounds go on moving the costs. Decisions that rest on timings differ from
             run to run, and with them the draws of a sampled text; given costs without refreshing can be repeated.
         options: How this machine runs the passes. No part of what is saved.
@@ -44,6 +46,7 @@ class SpeculationConfig:
     fill_to_batch: bool = False
     runner: str | None = None
     costs: dict[str, Any] | None = field(default=None, hash=False)
+    cost_cap: bool | None = None
     refresh_costs: bool = True
     options: RuntimeOptions = field(default=RuntimeOptions(), hash=False)
 
@@ -69,6 +72,8 @@ class SpeculationConfig:
         check_flag("fill_to_batch", self.fill_to_batch)
         if self.runner is not None:
             check_choice("runner", self.runner, RUNNERS)
+        if self.cost_cap is not None:
+            check_flag("cost_cap", self.cost_cap)
         check_flag("refresh_costs", self.refresh_costs)
         if self.costs is not None:
             object.__setattr__(self, "costs", CostModel.from_dict(self.costs).to_dict())
@@ -82,8 +87,13 @@ class SpeculationConfig:
         return None if self.costs is None else CostModel.from_dict(self.costs)
 
     def build_policy(self) -> StoppingPolicy:
-        """A new policy with these arguments."""
-        return create_policy(self.policy, **self.policy_arguments)
+        """A new policy with these arguments, capped as `cost_cap` says."""
+        return self.capped(create_policy(self.policy, **self.policy_arguments))
+
+    def capped(self, policy: StoppingPolicy) -> StoppingPolicy:
+        """A policy as it plays under this configuration: itself, or under a `CostCap`."""
+        wanted = self.costs is not None if self.cost_cap is None else self.cost_cap
+        return CostCap(policy) if wanted and Signal.COSTS not in policy.requires else policy
 
     def replace(self, **changes: Any) -> SpeculationConfig:
         """A copy with some fields changed, checked again.

@@ -1,11 +1,12 @@
 """A target, a draft and the tokenizer of both: where they are found, and what a call with them needs.
 
-A pair is the packaged one, or a target and a draft by folder or Hub id. A draft is either a complete model or a folder
-of layers that `hf_dsde.load_draft` puts on its target; what lies there decides which.
+A pair is the packaged one, or a target and a draft by folder or Hub id. A draft is a complete model, layers that
+`hf_dsde.load_draft` puts on its target, or a head that `hf_dsde.load_head` loads for it; what lies there decides which.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ from transformers import (
 )
 
 from hf_dsde.drafting.layer_draft import DESCRIPTION_NAME, load_draft
+from hf_dsde.heads import load_head
+from hf_dsde.heads.checkpoint import CONFIG_NAME
+from hf_dsde.heads.formats import describes_head
 from hf_dsde.measurement.statistics import SpeculationWarning
 from hf_dsde.smollm2 import load_smollm2
 
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from hf_dsde.policies import StoppingPolicy
 
 SHIPPED_DRAFT = "smollm2-135m-instruct-draft"
+"""Four layers distilled from the packaged target."""
+SHIPPED_HEAD = "smollm2-135m-instruct-eagle3"
+"""An EAGLE-3 head of the packaged target."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Pair:
 
 
 def shipped_draft_folder(name: str = SHIPPED_DRAFT) -> Path:
-    """The folder of a draft that comes with this package: package data in a wheel, `model_cards/` in a checkout.
+    """The folder of a draft or head that comes with this package: package data in a wheel, else `model_cards/`.
 
     Raises:
         FileNotFoundError: Neither place has a draft of that name.
@@ -53,7 +60,7 @@ def shipped_draft_folder(name: str = SHIPPED_DRAFT) -> Path:
     package = Path(__file__).parent
     places = [package / "model_cards" / name, package.parent / "model_cards" / name]
     for folder in places:
-        if (folder / DESCRIPTION_NAME).is_file():
+        if folder.is_dir():
             return folder
     raise FileNotFoundError(
         f"draft {name!r} is in none of {', '.join(map(str, places))}: reinstall hf-dsde, or train one with "
@@ -61,10 +68,17 @@ def shipped_draft_folder(name: str = SHIPPED_DRAFT) -> Path:
     )
 
 
-def load_packaged_pair(dtype: torch.dtype, device: torch.device | str) -> Pair:
-    """SmolLM2-135M-Instruct, fetched on first use, and the draft that was distilled from it."""
+def load_packaged_pair(dtype: torch.dtype, device: torch.device | str, draft: str = SHIPPED_HEAD) -> Pair:
+    """SmolLM2-135M-Instruct, fetched on first use, and a draft that was trained for it.
+
+    Args:
+        dtype: Of both.
+        device: Of both.
+        draft: `SHIPPED_HEAD` or `SHIPPED_DRAFT`.
+    """
     target, tokenizer = load_smollm2(dtype, device)
-    return Pair(target, load_draft(shipped_draft_folder(), target), tokenizer)
+    load = load_draft if draft == SHIPPED_DRAFT else load_head
+    return Pair(target, load(shipped_draft_folder(draft), target), tokenizer)
 
 
 def load_pair(
@@ -74,7 +88,8 @@ def load_pair(
 
     Args:
         model: The target.
-        draft: A complete model with the target's vocabulary, or what `save_draft` wrote for this target.
+        draft: A complete model with the target's vocabulary, what `save_draft` wrote for this target, or an EAGLE-3
+            head of it in a format that `load_head` reads.
         dtype: Of both.
         device: Of both, unless there is a `device_map`.
         device_map: Spreads each of them over devices, as `from_pretrained` does.
@@ -84,8 +99,10 @@ def load_pair(
         # Padding is masked, so any token serves; the end token is the one that every tokenizer has.
         tokenizer.pad_token = tokenizer.eos_token
     target = _load_model(model, dtype, device, device_map)
-    if _is_layer_draft(draft):
+    if _holds(draft, DESCRIPTION_NAME):
         return Pair(target, load_draft(draft, target), tokenizer)
+    if _is_head(draft):
+        return Pair(target, load_head(draft, target), tokenizer)
     return Pair(target, _load_model(draft, dtype, device, device_map), tokenizer)
 
 
@@ -97,19 +114,35 @@ def _load_model(name: str, dtype: torch.dtype, device: torch.device | str, devic
     return model.eval()
 
 
-def _is_layer_draft(draft: str) -> bool:
-    """Whether a folder or Hub repository holds a draft's layers instead of a complete model."""
+def _is_head(draft: str) -> bool:
+    """Whether a folder or Hub repository holds a head instead of a complete model."""
+    if not _holds(draft, CONFIG_NAME):
+        return False
+    folder = Path(draft).expanduser()
+    file = folder / CONFIG_NAME if folder.is_dir() else _fetched(draft, CONFIG_NAME)
+    return describes_head(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _fetched(repository: str, name: str) -> Path:
+    # Imported here: only a repository id needs it, and it brings an HTTP client with it.
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(repository, name))
+
+
+def _holds(draft: str, name: str) -> bool:
+    """Whether a folder or Hub repository holds a file."""
     folder = Path(draft).expanduser()
     if folder.is_dir():
-        return (folder / DESCRIPTION_NAME).is_file()
+        return (folder / name).is_file()
     # Imported here: only a repository id needs it, and it brings an HTTP client with it.
     from huggingface_hub import file_exists, try_to_load_from_cache
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    if isinstance(try_to_load_from_cache(draft, DESCRIPTION_NAME), str):
+    if isinstance(try_to_load_from_cache(draft, name), str):
         return True
     try:
-        return file_exists(draft, DESCRIPTION_NAME)
+        return file_exists(draft, name)
     except OfflineModeIsEnabled:
         return False
 

@@ -82,13 +82,16 @@ def inflate(
     """
     small = _checked_shape(model)
     large = shape if isinstance(shape, Shape) else SHAPES[check_choice("shape", shape, SHAPES)]
-    _check_room(small, large)
+    check_room(small, large)
     weights: Any = model.lm_head.weight
     dtype = dtype or weights.dtype
     device = torch.device(device or weights.device)
+    source: Any = model.model
     inflated = _without_weights(model, small, large)
-    inflated.model.rotary_emb = _checked_rotary(model, inflated.config, large.head_dim // small.head_dim).to(device)
-    maker = _WeightMaker(small, large, model.config.initializer_range, seed, dtype, device)
+    inflated.model.rotary_emb = checked_rotary(source.rotary_emb, inflated.config, large.head_dim // small.head_dim).to(
+        device
+    )
+    maker = WeightMaker(small, large, model.config.initializer_range, seed, dtype, device)
     _fill(inflated, model, maker)
     inflated.config.dtype = dtype
     inflated.generation_config = copy.deepcopy(model.generation_config)
@@ -112,7 +115,7 @@ def dimension_places(small: Shape, large: Shape) -> Tensor:
     return torch.arange(small.head_dim) * (large.head_dim // small.head_dim)
 
 
-class _WeightMaker:
+class WeightMaker:
     """Makes the large model's weights, each from the small model's or, for an added layer, from nothing.
 
     Args:
@@ -172,19 +175,22 @@ class _WeightMaker:
         """A linear map that reads the stream: noise but for the small one's rows in the channels that it reads.
 
         Args:
-            weight: The small map, `[small outputs, small.hidden]`, or None.
-            rows: Where its rows go, int64; None for all rows in their order.
+            weight: The small map, `[small outputs, n small.hidden]`, of n streams side by side; or None.
+            rows: Where its rows go, int64; None for the first ones in their order.
             outputs: Rows of the large map.
             scale: Multiplies the small map.
 
         Returns:
-            Shape `[outputs, large.hidden]`.
+            Shape `[outputs, n large.hidden]`.
         """
+        streams = 1 if weight is None else weight.shape[1] // self.small.hidden
         made = torch.randn(
-            outputs, self.large.hidden, generator=self.generator, dtype=self.dtype, device=self.device
+            outputs, streams * self.large.hidden, generator=self.generator, dtype=self.dtype, device=self.device
         ).mul_(self.noise)
         if weight is not None:
-            made[slice(None) if rows is None else rows, : self.small.hidden] = self._scaled(weight, scale)
+            rows = torch.arange(len(weight), device=self.device) if rows is None else rows
+            parts = made.view(outputs, streams, self.large.hidden)
+            parts[rows, :, : self.small.hidden] = self._scaled(weight, scale).view(len(weight), streams, -1)
         return made
 
     def writing(self, weight: Tensor | None, columns: Tensor, inputs: int) -> Tensor:
@@ -223,25 +229,25 @@ class _WeightMaker:
         return moved.to(self.dtype) if scale == 1 else (moved.to(exact) * scale).to(self.dtype)
 
 
-def _give(module: Any, weight: Tensor) -> None:
+def give(module: Any, weight: Tensor) -> None:
     """Put a weight into a module in place of the one without storage."""
     module.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _fill(inflated: LlamaForCausalLM, model: PreTrainedModel, maker: _WeightMaker) -> None:
+def _fill(inflated: LlamaForCausalLM, model: PreTrainedModel, maker: WeightMaker) -> None:
     """Give every module of the large model its weight."""
     body: Any = inflated.model
     source: Any = model.model
-    _give(body.embed_tokens, maker.embedding(source.embed_tokens.weight))
+    give(body.embed_tokens, maker.embedding(source.embed_tokens.weight))
     for index, layer in enumerate(body.layers):
         for name, weight in maker.layer(source.layers[index] if index < maker.small.layers else None).items():
-            _give(layer.get_submodule(name), weight)
-    _give(body.norm, maker.norm(source.norm.weight))
+            give(layer.get_submodule(name), weight)
+    give(body.norm, maker.norm(source.norm.weight))
     if inflated.config.tie_word_embeddings:
         inflated.lm_head.weight = body.embed_tokens.weight
     else:
         head: Any = model.lm_head.weight
-        _give(inflated.lm_head, maker.reading(head, None, head.shape[0]))
+        give(inflated.lm_head, maker.reading(head, None, head.shape[0]))
 
 
 def _without_weights(model: PreTrainedModel, small: Shape, large: Shape) -> LlamaForCausalLM:
@@ -283,7 +289,7 @@ def _checked_shape(model: PreTrainedModel) -> Shape:
     return Shape.of(model)
 
 
-def _check_room(small: Shape, large: Shape) -> None:
+def check_room(small: Shape, large: Shape) -> None:
     """Refuse a shape that the small model does not fit into."""
     for name in (*(field.name for field in fields(Shape)), "heads_per_group"):
         needed, found = getattr(small, name), getattr(large, name)
@@ -299,14 +305,13 @@ def _check_room(small: Shape, large: Shape) -> None:
         )
 
 
-def _checked_rotary(model: PreTrainedModel, config: Any, step: int) -> LlamaRotaryEmbedding:
-    """The large model's rotary embedding, if its every `step`-th frequency is the small model's.
+def checked_rotary(old: Any, config: Any, step: int) -> LlamaRotaryEmbedding:
+    """The rotary embedding of the large model's `config`, if its every `step`-th frequency is one of the `old` one's.
 
     Whether a scaling of frequencies carries over is computed: it does where the scaled frequency depends on the
     frequency alone ("linear", "llama3"), and not where it depends on the number of the pair ("yarn").
     """
-    source: Any = model.model
-    old, kind = source.rotary_emb, config.rope_parameters["rope_type"]
+    kind = config.rope_parameters["rope_type"]
     if step > 1 and kind in CHANGING_FREQUENCIES:
         raise ValueError(
             f"`model` has rotary embeddings of type {kind!r}, whose frequencies change with the text: pass a shape "

@@ -1,10 +1,10 @@
 """What a method is, and the methods of this package by their short form on the command line.
 
-    NAME[:ARGUMENT=VALUE,...][+fill][@RUNNER]
+    NAME[:ARGUMENT=VALUE,...][+cap][+fill][@RUNNER]
 
 For example `dsde`, `dsde:sl_max=8`, `static:4` (short for `static:num_draft_tokens=4`), `static:0` (this package's
-decoding without drafts), `dsde+fill` (every row drafts as many tokens as the batch's longest), `dsde@graph` (with the
-runner `graph`).
+decoding without drafts), `dsde+cap` (under a `CostCap`, which no policy is without the word), `dsde+fill` (every row
+drafts as many tokens as the batch's longest), `dsde@graph` (with the runner `graph`).
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def parse_policy(
     runner = named or runner
     spec = PolicySpec.parse(re.sub(r"^static:(\d+)(?=$|\+)", r"static:num_draft_tokens=\1", body))
     base = base or SpeculationConfig()
-    values: dict[str, Any] = {"policy": spec.policy, "fill_to_batch": spec.fill_to_batch or base.fill_to_batch}
+    filled = spec.fill_to_batch or base.fill_to_batch
+    values: dict[str, Any] = {"policy": spec.policy, "cost_cap": spec.cost_cap, "fill_to_batch": filled}
     if spec.arguments or spec.policy != base.policy:
         values["policy_arguments"] = spec.arguments
     if runner is not None:

@@ -70,8 +70,9 @@ def bench_command(
         list[str] | None,
         typer.Option(
             "--policy",
-            help="NAME, static:4, NAME:ARGUMENT=VALUE,..., with +fill after it to draft as many in every row as "
-            "in the longest, and @RUNNER at the end for a runner of its own. Repeat for several.",
+            help="NAME, static:4, NAME:ARGUMENT=VALUE,..., with +cap after it to draft nothing that costs more than it "
+            "brings, +fill to draft as many in every row as in the longest, and @RUNNER at the end for a runner of its "
+            "own. Repeat for several.",
             show_default="dsde",
         ),
     ] = None,
@@ -252,7 +253,7 @@ def _loaders(
         missing, other = ("--model", "--assistant-model") if model is None else ("--assistant-model", "--model")
         raise ValueError(f"{missing} is missing; {other} needs it, since a draft belongs to its target")
     loaders: dict[str, Callable[[], Pair]] = {}
-    for name in names or ([] if model is not None else [bench_pairs.SMALL]):
+    for name in names or ([] if model is not None else ["small"]):
         loaders[bench_pairs.check_name(name)] = partial(bench_pairs.load_named_pair, name, dtype, device)
     if model is not None and assistant is not None:
         name = bench_pairs.name_of(model, assistant)

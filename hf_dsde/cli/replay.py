@@ -29,7 +29,8 @@ def replay_command(
         list[str] | None,
         typer.Option(
             "--policy",
-            help="NAME, NAME:ARGUMENT=VALUE,..., with +fill after it to lift rows to the longest. Repeat for several.",
+            help="NAME, NAME:ARGUMENT=VALUE,..., with +cap after it to draft nothing that costs more than it brings, "
+            "and +fill to lift rows to the longest. Repeat for several.",
             show_default="every registered policy",
         ),
     ] = None,

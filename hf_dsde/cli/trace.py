@@ -126,7 +126,7 @@ def _names(model: str | None, draft: str | None, rounded_draft: int | None) -> d
     target = PACKAGED_TARGET if model is None else _short(model)
     if rounded_draft is not None:
         return {"target": target, "draft": f"{target}, layers rounded to {rounded_draft} bits in groups of 64"}
-    return {"target": target, "draft": pairs.SHIPPED_DRAFT if draft is None else _short(draft)}
+    return {"target": target, "draft": pairs.SHIPPED_HEAD if draft is None else _short(draft)}
 
 
 def _short(name: str) -> str:

@@ -13,6 +13,7 @@ from hf_dsde.policies.base import (
 )
 from hf_dsde.policies.batch_table import BatchTablePolicy
 from hf_dsde.policies.confidence import ConfidencePolicy
+from hf_dsde.policies.cost_cap import CostCap
 from hf_dsde.policies.dsde import DSDEStoppingPolicy
 from hf_dsde.policies.gammatune import GammaTunePlusPolicy, GammaTunePolicy
 from hf_dsde.policies.goodput import GoodputPolicy
@@ -30,6 +31,7 @@ __all__ = [
     "BatchInfo",
     "BatchTablePolicy",
     "ConfidencePolicy",
+    "CostCap",
     "DSDEStoppingPolicy",
     "DraftStep",
     "GammaTunePlusPolicy",

@@ -157,9 +157,13 @@ class GoodputPolicy(StoppingPolicy):
 
     def _best_length(self) -> Tensor:
         """The length of the best goodput, the shortest among equals, scalar, int64."""
-        goodput = expected_tokens(self.acceptance, self._longest) / self._table.times_on_device
+        goodput = self._expected_tokens() / self._table.times_on_device
         goodput[0].mul_(self.plain_bonus)
         return goodput.argmax()
+
+    def _expected_tokens(self) -> Tensor:
+        """Tokens that a row gains by draft length, shape `[longest + 1]`, float32."""
+        return expected_tokens(self.acceptance, self._longest)
 
     def _decide_on_probe(self, outcome: RoundOutcome) -> None:
         price = self._probe_price

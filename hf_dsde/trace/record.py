@@ -24,9 +24,9 @@ from hf_dsde.decoding.loop import SpeculativeLoop
 from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.stopping import Stopping
-from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.integration import validation
+from hf_dsde.integration.drafters import model_drafter
 from hf_dsde.integration.loop_builder import build_loop
 from hf_dsde.measurement import provenance
 from hf_dsde.measurement.statistics import StatisticsRecorder
@@ -181,7 +181,7 @@ def _generate(pair: Pair, batch: _Batch, settings: _Settings, notes: RoundNotes)
     loop = build_loop(
         SpeculativeLoop,
         pair.target,
-        ModelDrafter(pair.draft),
+        model_drafter(pair.draft),
         sequences,
         capacity=capacity,
         policy=policy,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_dsde.drafting.model import UNKNOWN_TOKEN_LOGIT
+from hf_dsde.drafting.chain import UNKNOWN_TOKEN_LOGIT
 from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock

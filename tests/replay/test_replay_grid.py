@@ -168,6 +168,7 @@ class TestPresentation:
             "policy": "heuristic",
             "arguments": {},
             "fill_to_batch": True,
+            "cost_cap": False,
         }
         cell = told["cells"][0]
         assert (
