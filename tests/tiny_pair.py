@@ -33,7 +33,7 @@ def replace_pairs(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> list[tuple[
     """Let commands load the tiny pair, on a wide terminal; the list gets the arguments of every load."""
     asked: list[tuple[Any, ...]] = []
 
-    def load(*arguments: Any) -> Pair:
+    def load(*arguments: Any, **_: Any) -> Pair:
         asked.append(arguments)
         return tiny_pair(*arguments[-2:])
 

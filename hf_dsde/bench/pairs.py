@@ -94,10 +94,10 @@ def load_named_pair(name: str, dtype: torch.dtype, device: torch.device | str) -
         ValueError: There is no such pair.
     """
     if check_name(name) in SMALL:
-        return load_packaged_pair(dtype, device, SMALL[name])
+        return load_packaged_pair(dtype, device, draft=SMALL[name])
     recipe = RECIPES[name]
     draft = SHIPPED_HEAD if recipe.quality == EAGLE3 else SHIPPED_DRAFT
-    return make_pair(recipe, load_packaged_pair(torch.float32, "cpu", draft), dtype, device)
+    return make_pair(recipe, load_packaged_pair(torch.float32, "cpu", draft=draft), dtype, device)
 
 
 def check_name(name: str) -> str:

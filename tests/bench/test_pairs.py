@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_heads import tiny_head
 from tiny_models import ragged_batch
 from tiny_pair import tiny_pair
 
 from hf_dsde.bench import pairs
 from hf_dsde.bench.inflate import SHAPES, Shape
 from hf_dsde.bench.pairs import PAIRS, RECIPES, PairRecipe, make_pair
+from hf_dsde.heads.eagle3 import Eagle3Head
+from hf_dsde.pairs import SHIPPED_DRAFT, SHIPPED_HEAD, Pair
 
 LARGE = Shape(hidden=48, layers=3, heads=6, kv_heads=2, head_dim=8, intermediate=80)
 TOLERANCE = 1e-4
@@ -22,15 +25,28 @@ def logits(model):
         return model(**inputs).logits.double()
 
 
+def load_tiny_pairs(monkeypatch):
+    """Let the tiny pair be loaded in place of packaged ones; the list gets their names."""
+    asked = []
+
+    def load(dtype, device, draft):
+        asked.append(draft)
+        return tiny_pair(dtype, device)
+
+    monkeypatch.setattr(pairs, "load_packaged_pair", load)
+    return asked
+
+
 def test_names_say_shapes_and_quality():
     assert PAIRS == (
         "8B/deep-1B-strong", "8B/1B-weak", "8B/shallow-weak", "8B/deep-1B-bad",
         "32B/deep-1B-strong", "32B/1B-weak", "32B/shallow-weak", "32B/deep-1B-bad",
-        "small",
+        "8B/eagle3", "32B/eagle3", "small", "small/eagle3",
     )  # fmt: skip
     for name, recipe in RECIPES.items():
-        assert name == f"{recipe.target}/{recipe.draft}-{recipe.quality}"
-        assert {recipe.target, recipe.draft} <= set(SHAPES)
+        draft = "" if recipe.draft is None else f"{recipe.draft}-"
+        assert name == f"{recipe.target}/{draft}{recipe.quality}"
+        assert {recipe.target, recipe.draft} - {None} <= set(SHAPES)
 
 
 @pytest.mark.parametrize("quality", ["strong", "weak", "bad"])
@@ -61,14 +77,24 @@ def test_the_two_models_have_noise_of_their_own():
     assert not torch.equal(target, draft)
 
 
-def test_the_small_pair_is_the_packaged_one_in_the_dtype_asked_for(monkeypatch):
-    monkeypatch.setattr(pairs, "load_packaged_pair", tiny_pair)
+def test_a_head_gets_the_width_of_its_target():
+    source = tiny_pair(torch.float64)
+    with_head = Pair(source.target, tiny_head(source.target), source.tokenizer)
+    made = make_pair(PairRecipe(LARGE, None, "eagle3"), with_head, torch.float64, "cpu")
+    assert isinstance(made.draft, Eagle3Head)
+    assert made.draft.config.hidden_size == made.target.config.hidden_size == LARGE.hidden
+
+
+def test_the_small_pairs_are_the_packaged_ones_in_the_dtype_asked_for(monkeypatch):
+    asked = load_tiny_pairs(monkeypatch)
     pair = pairs.load_named_pair("small", torch.bfloat16, "cpu")
     assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
+    pairs.load_named_pair("small/eagle3", torch.bfloat16, "cpu")
+    assert asked == [SHIPPED_DRAFT, SHIPPED_HEAD]
 
 
 def test_others_are_made_from_the_packaged_one_in_float32(monkeypatch):
-    monkeypatch.setattr(pairs, "load_packaged_pair", tiny_pair)
+    load_tiny_pairs(monkeypatch)
     monkeypatch.setitem(pairs.RECIPES, "8B/1B-weak", PairRecipe(LARGE, LARGE, "weak"))
     pair = pairs.load_named_pair("8B/1B-weak", torch.bfloat16, "cpu")
     assert pair.target.dtype == torch.bfloat16
