@@ -107,8 +107,9 @@ def unrolled_attention(
     exact = torch.promote_types(value.dtype, torch.float32)
     grouped = query.to(value.dtype).reshape(batch, key.shape[1], -1, width, size) * (scaling or size**-0.5)
     causal = compiled_causal_attention if module.training and query.is_cuda else causal_attention
-    # Contiguous, so that one compiled form serves all steps.
-    mixed, first = causal(grouped, key[:, :, 0].contiguous(), value[:, :, 0].contiguous())
+    # Copies look the same at all steps, which one compiled form then serves.
+    first_key, first_value = (part[:, :, 0].clone(memory_format=torch.contiguous_format) for part in (key, value))
+    mixed, first = causal(grouped, first_key, first_value)
     own = (grouped[:, :, None] * key[:, :, 1:, None]).sum(dim=-1, dtype=exact)
     total = torch.cat([first[:, :, None], own], dim=2).logsumexp(dim=2)
     shares = (own - total[:, :, None]).exp().to(value.dtype)
