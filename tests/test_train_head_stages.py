@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -279,9 +280,12 @@ def test_a_share_of_the_answers_is_continued_and_no_other_choice_changes(example
     _, tokenizer = loaded
     letters = "abcdef"
     prompts = [
-        example.prompts.Prompt(task, a + b + c)
-        for task in ("code", "news") for a in letters for b in letters for c in letters
+        example.prompts.Prompt("code" if a < "c" else "news", a + b + c)
+        for a in letters for b in letters for c in letters
     ]  # fmt: skip
+    # One draw a prompt, whether any are continued or not.
+    draws = random.Random(0)
+    sampled_texts = {example.generate.render(tokenizer, each.text) for each in prompts if draws.random() < 1 / 3}
     plans = {}
     for share in (0.0, 0.25, 1.0):
         settings = example.generate.GenerationSettings(8, 12, 20, continued_share=share)
@@ -289,9 +293,9 @@ def test_a_share_of_the_answers_is_continued_and_no_other_choice_changes(example
     for share, jobs in plans.items():
         for sampled in (False, True):
             texts = [(text, job.continued) for job in jobs if (job.temperature > 0) == sampled for text in job.texts]
-            expected = [text for job in plans[0.0] if (job.temperature > 0) == sampled for text in job.texts]
-            assert sorted(text for text, _ in texts) == sorted(expected)
-            assert sum(continued for _, continued in texts) / len(texts) == pytest.approx(share, abs=0.08)
+            assert all((text in sampled_texts) == sampled for text, _ in texts)
+            assert sum(continued for _, continued in texts) / len(texts) == pytest.approx(share, abs=0.1)
+        assert sum(len(job.texts) for job in jobs) == len(prompts)
 
 
 @pytest.mark.parametrize("setting", [{"continued_share": 1.5}, {"sampled_share": -0.1}, {"round": -1}])
