@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from pathlib import Path
@@ -159,6 +160,27 @@ def test_gradients_made_at_once_are_those_of_the_loss(example, target, monkeypat
         monkeypatch.setattr(example.heads, "GradientAtOnce", plain)
     assert ("lm_head.weight" in gradients[0]) == product
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_compiled_parts_of_training_give_the_gradients_of_plain_ones(example, target):
+    shape, settings = example.heads.HeadShape(intermediate_size=48), example.heads.HeadLossSettings(chunk_tokens=64)
+    text = torch.Generator().manual_seed(0)
+    for width in (30, 70, 150):
+        rows = [(torch.randint(3, VOCABULARY, (width - 9 * row,), generator=text), 4) for row in range(3)]
+        batch = example.train.collate(rows, 0.3)
+        found = []
+        for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+            teacher = copy.deepcopy(target).to(device, dtype)
+            torch.manual_seed(1)
+            head = example.heads.new_head(target, DRAFT_IDS, shape, LAYERS).to(device, dtype).train()
+            loss = example.heads.HeadLoss(head, teacher, settings, compile_loss=device == "cuda")
+            value = loss(*(part.to(device) for part in batch))
+            value.backward()
+            gradients = {name: each.grad for name, each in head.named_parameters() if each.grad is not None}
+            found.append({"loss": value.detach(), **gradients})
+        plain, compiled = ({name: each.double().cpu() for name, each in part.items()} for part in found)
+        torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-5)
 
 
 def test_guesses_beyond_the_draft_vocabulary_do_not_count(example):
