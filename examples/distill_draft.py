@@ -92,6 +92,8 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Rows generated at a time.")] = 1024,
     prompt_tokens: Annotated[int, typer.Option(help="Longest training prompt.")] = 384,
     row_tokens: Annotated[int, typer.Option(help="Longest training row, prompt included.")] = 768,
+    continued_share: Annotated[float, typer.Option(help="Share of answers that go on past their end.")] = 0.0,
+    generation_round: Annotated[int, typer.Option(help="Rows of a later round are added to those there.")] = 0,
     tokens_per_batch: Annotated[int, typer.Option(help="Positions per training step.")] = 49_152,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1.5e-3,
     evaluation_prompts: Annotated[int, typer.Option(help="Held-out prompts per task.")] = 100,
@@ -103,8 +105,11 @@ def main(
     stop_at = time.monotonic() + 60 * stop_after_minutes
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     work_folder.mkdir(parents=True, exist_ok=True)
-    prepare_prompts(work_folder, evaluation_prompts, seed, accelerator)
-    generation = GenerationSettings(batch_size, prompt_tokens, row_tokens, seed=seed)
+    generation = GenerationSettings(
+        batch_size, prompt_tokens, row_tokens, continued_share=continued_share, seed=seed + generation_round,
+        round=generation_round,
+    )  # fmt: skip
+    prepare_prompts(work_folder, generation, evaluation_prompts, seed, accelerator)
     counts = generate_text(target, work_folder, generation, invent, generate_minutes, accelerator)
     training = TrainingSettings(
         learning_rate=learning_rate, minutes=train_minutes, steps=train_steps, tokens_per_batch=tokens_per_batch,

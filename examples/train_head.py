@@ -7,7 +7,8 @@ The target answers prompts; the head, one decoder layer that reads the target's 
 what the target says next, several tokens deep (Li et al., arXiv 2503.01840); held-out prompts then show how many of its
 tokens are accepted. Each stage leaves its result in the work folder and is skipped if it is there, training goes on
 from its last checkpoint: after an interruption, or where a job may only run for so long (`--stop-after-minutes`), give
-the same command again. `--start-from` begins a training with a saved head.
+the same command again. `--start-from` begins a training with a saved head and its draft vocabulary;
+`--generation-round 1` first adds rows to those of an earlier run, from other prompts.
 
 Needs `pip install 'hf-dsde[distill]'` for the prompts. `accelerate launch` spreads it over GPUs.
 """
@@ -27,7 +28,14 @@ from accelerate import Accelerator
 from distillation.evaluate import EvaluationSettings, evaluate
 from distillation.evaluate_heads import measure_head
 from distillation.generate import GenerationSettings, read_shards
-from distillation.heads import HeadLoss, HeadLossSettings, HeadShape, new_head, prepare_draft_vocabulary
+from distillation.heads import (
+    HeadLoss,
+    HeadLossSettings,
+    HeadShape,
+    keep_draft_vocabulary,
+    new_head,
+    prepare_draft_vocabulary,
+)
 from distillation.prompts import load_prompts
 from distillation.stages import (
     PACKAGED,
@@ -38,6 +46,7 @@ from distillation.stages import (
     versions,
 )
 from distillation.train import Progress, TrainingSettings, train
+from distillation.unrolled import draft_token_ids
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -47,26 +56,53 @@ from hf_dsde.heads.eagle3 import Eagle3Head
 
 logger = logging.getLogger(__name__)
 
+DRAFT_VOCABULARY = 8_192
+
 
 def build_head(
     target: PreTrainedModel,
     work_folder: Path,
     start_from: Path | None,
-    draft_vocabulary: int,
+    draft_vocabulary: int | None,
     shape: HeadShape,
-    train_product: bool,
+    train_product: bool | None,
 ) -> Eagle3Head:
     """The head to train, in the target's dtype: a saved one, or a new one with a vocabulary from the generated text."""
     if start_from is None:
-        draft_ids = prepare_draft_vocabulary(target, work_folder, draft_vocabulary)
-        return new_head(target, draft_ids, shape, train_product=train_product)
+        draft_ids = prepare_draft_vocabulary(target, work_folder, draft_vocabulary or DRAFT_VOCABULARY)
+        return new_head(target, draft_ids, shape, train_product=train_product is not False)
     head = load_head(start_from, target)
     if not isinstance(head, Eagle3Head):
         raise TypeError(
             f"--start-from {str(start_from)!r} holds an {type(head).__name__}; give the folder of an EAGLE-3 head"
         )
     head.embed_tokens.requires_grad_(False)
+    check_start(head, start_from, draft_vocabulary, shape, train_product)
+    keep_draft_vocabulary(work_folder, draft_token_ids(head).tolist())
     return head
+
+
+def check_start(
+    head: Eagle3Head, start_from: Path, draft_vocabulary: int | None, shape: HeadShape, train_product: bool | None
+) -> None:
+    """Refuse options that a saved head contradicts.
+
+    Raises:
+        ValueError: An option is given, and is not how the head is.
+    """
+    has = {
+        "draft-vocabulary": (draft_vocabulary, head.settings.draft_vocab_size),
+        "train-product": (train_product, not head.shares("lm_head")),
+        "intermediate-size": (shape.intermediate_size, head.config.intermediate_size),
+        "attention-heads": (shape.attention_heads, head.config.num_attention_heads),
+        "key-value-heads": (shape.key_value_heads, head.config.num_key_value_heads),
+    }
+    for name, (given, held) in has.items():
+        if given is not None and given != held:
+            raise ValueError(
+                f"--{name}: {given} is given, and the head in --start-from {str(start_from)!r} has {held}; "
+                "leave it out, or train a new head"
+            )
 
 
 def train_head(
@@ -111,8 +147,12 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the trained head goes.")],
     target: Annotated[str, typer.Option(help="Folder or Hub id of the target, or the packaged one.")] = PACKAGED,
     start_from: Annotated[Path | None, typer.Option(help="Begin with a saved head and its vocabulary.")] = None,
-    draft_vocabulary: Annotated[int, typer.Option(help="Tokens that the head can guess.")] = 8_192,
-    train_product: Annotated[bool, typer.Option(help="Train the vocabulary product, or keep the target's.")] = True,
+    draft_vocabulary: Annotated[
+        int | None, typer.Option(help=f"Tokens that the head can guess; {DRAFT_VOCABULARY} for a new head.")
+    ] = None,
+    train_product: Annotated[
+        bool | None, typer.Option(help="Train the vocabulary product, as for a new head, or keep the target's.")
+    ] = None,
     intermediate_size: Annotated[
         int | None, typer.Option(help="Of the head's layer; the target's if left out.")
     ] = None,
@@ -126,6 +166,8 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Rows generated at a time.")] = 1024,
     prompt_tokens: Annotated[int, typer.Option(help="Longest training prompt.")] = 384,
     row_tokens: Annotated[int, typer.Option(help="Longest training row, prompt included.")] = 768,
+    continued_share: Annotated[float, typer.Option(help="Share of answers that go on past their end.")] = 0.25,
+    generation_round: Annotated[int, typer.Option(help="Rows of a later round are added to those there.")] = 0,
     tokens_per_batch: Annotated[int, typer.Option(help="Positions per training step.")] = 32_768,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1.5e-3,
     prompt_weight: Annotated[float, typer.Option(help="Of a prompt's positions, against 1 for an answer's.")] = 0.3,
@@ -138,6 +180,9 @@ def main(
     ] = False,
     evaluation_prompts: Annotated[int, typer.Option(help="Held-out prompts per task.")] = 100,
     evaluation_tokens: Annotated[int, typer.Option(help="Longest held-out answer.")] = 200,
+    continued_evaluation: Annotated[
+        int, typer.Option(help="Tokens of held-out answers that go on past their end; 0 leaves them out.")
+    ] = 256,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
 ) -> None:
     """Generate the target's text, train a head on it, measure the head, save it."""
@@ -145,14 +190,17 @@ def main(
     stop_at = time.monotonic() + 60 * stop_after_minutes
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     work_folder.mkdir(parents=True, exist_ok=True)
-    prepare_prompts(work_folder, evaluation_prompts, seed, accelerator)
-    generation = GenerationSettings(batch_size, prompt_tokens, row_tokens, seed=seed)
+    generation = GenerationSettings(
+        batch_size, prompt_tokens, row_tokens, continued_share=continued_share, seed=seed + generation_round,
+        round=generation_round,
+    )  # fmt: skip
+    prepare_prompts(work_folder, generation, evaluation_prompts, seed, accelerator)
     counts = generate_text(target, work_folder, generation, invent, generate_minutes, accelerator)
     training = TrainingSettings(
         learning_rate=learning_rate, minutes=train_minutes, steps=train_steps, tokens_per_batch=tokens_per_batch,
         prompt_weight=prompt_weight, seed=seed,
     )  # fmt: skip
-    chunk = min(training.chunk_tokens, tokens_per_batch)
+    chunk = min(HeadLossSettings.chunk_tokens, tokens_per_batch)
     losses = HeadLossSettings(unrolled_steps, step_decay, hard_weight, chunk_tokens=chunk)
     model, tokenizer = load_target(target, torch.float32, accelerator.device)
     torch.manual_seed(seed)
@@ -173,7 +221,9 @@ def main(
         return
     # What is measured is the file, rounded to float16, not the float32 head in memory.
     saved = load_head(output, model)
-    evaluation = EvaluationSettings(candidates=7, answer_tokens=evaluation_tokens, seed=seed)
+    evaluation = EvaluationSettings(
+        candidates=7, answer_tokens=evaluation_tokens, continued_tokens=continued_evaluation, seed=seed
+    )
     held_out = load_prompts(work_folder / "held_out.json")
     results = evaluate(saved, model, tokenizer, held_out, evaluation, measure_head)
     record = {

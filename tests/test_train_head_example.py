@@ -1,9 +1,9 @@
-"""The example that trains an EAGLE-3 head: unrolled chains, loss, evaluation and all stages on a tiny target."""
+"""The example that trains an EAGLE-3 head: unrolled chains, loss and evaluation on a tiny target."""
 
 from __future__ import annotations
 
+import copy
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import EOS, VOCABULARY, tiny_model
-from tiny_pair import CHAT_TEMPLATE
-from tiny_text import tiny_tokenizer
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_dsde.heads import load_head
 from hf_dsde.heads.eagle3 import Eagle3Head, Eagle3Settings
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -28,9 +25,9 @@ DRAFT_IDS = (EOS, 4, 7, 9, 11, 12, 20, 21, 22, 30, 35, 40, 41, 47, 50, 58, 60, 6
 def example():
     """The example's modules, by name."""
     sys.path.insert(0, str(EXAMPLES))
-    names = ("evaluate", "evaluate_heads", "generate", "heads", "stages", "train", "unrolled")
+    names = ("evaluate", "evaluate_heads", "generate", "heads", "train", "unrolled")
     modules = {name: importlib.import_module(f"distillation.{name}") for name in names}
-    yield SimpleNamespace(main=importlib.import_module("train_head"), **modules)
+    yield SimpleNamespace(**modules)
     sys.path.remove(str(EXAMPLES))
 
 
@@ -145,6 +142,45 @@ def test_neither_chunks_nor_padding_change_the_loss(example, target, small_head)
         losses.append(loss(input_ids[:, :width], weights[:, :width]))
     torch.testing.assert_close(losses[0], losses[1])
     torch.testing.assert_close(losses[0], losses[2])
+
+
+@pytest.mark.parametrize("product", [True, False])
+def test_gradients_made_at_once_are_those_of_the_loss(example, target, monkeypatch, product):
+    rows = [(torch.tensor([4, 7, 9, 11, 4, 20, 21, 30, 40, 41, 4, 7]), 3), (torch.tensor([9, 9, 11, 12, 2]), 2)]
+    input_ids, weights = example.train.collate(rows, 0.3)
+    gradients = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        shape = example.heads.HeadShape(intermediate_size=48)
+        head = example.heads.new_head(target, DRAFT_IDS, shape, LAYERS, train_product=product)
+        loss = example.heads.HeadLoss(head, target, example.heads.HeadLossSettings(chunk_tokens=5))
+        (3 * loss(input_ids, weights)).backward()
+        gradients.append({name: each.grad for name, each in head.named_parameters() if each.grad is not None})
+        plain = SimpleNamespace(apply=lambda function, first, second, states, *_: function(first, second, states))
+        monkeypatch.setattr(example.heads, "GradientAtOnce", plain)
+    assert ("lm_head.weight" in gradients[0]) == product
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_compiled_parts_of_training_give_the_gradients_of_plain_ones(example, target):
+    shape, settings = example.heads.HeadShape(intermediate_size=48), example.heads.HeadLossSettings(chunk_tokens=64)
+    text = torch.Generator().manual_seed(0)
+    for width in (30, 70, 150):
+        rows = [(torch.randint(3, VOCABULARY, (width - 9 * row,), generator=text), 4) for row in range(3)]
+        batch = example.train.collate(rows, 0.3)
+        found = []
+        for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+            teacher = copy.deepcopy(target).to(device, dtype)
+            torch.manual_seed(1)
+            head = example.heads.new_head(target, DRAFT_IDS, shape, LAYERS).to(device, dtype).train()
+            loss = example.heads.HeadLoss(head, teacher, settings, compile_loss=device == "cuda")
+            value = loss(*(part.to(device) for part in batch))
+            value.backward()
+            gradients = {name: each.grad for name, each in head.named_parameters() if each.grad is not None}
+            found.append({"loss": value.detach(), **gradients})
+        plain, compiled = ({name: each.double().cpu() for name, each in part.items()} for part in found)
+        torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-5)
 
 
 def test_guesses_beyond_the_draft_vocabulary_do_not_count(example):
@@ -275,125 +311,3 @@ def test_rows_are_stored_in_two_bytes_a_token_where_they_fit(example, tmp_path, 
     assert load_file(tmp_path / "shard-0.safetensors")["tokens"].dtype == dtype
     read = example.generate.read_shards(tmp_path)
     assert [(row.tolist(), length) for row, length in read] == [(row.tolist(), length) for row, length in rows]
-
-
-@pytest.fixture
-def target_folder(tmp_path, target):
-    import copy
-
-    folder = tmp_path / "target"
-    copy.deepcopy(target).to(torch.float32).save_pretrained(folder)
-    tokenizer = copy.deepcopy(tiny_tokenizer())
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def work_folder(tmp_path):
-    """A work folder whose prompts are there already, so that none of the packages they come from is needed."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    prompts = [{"task": task, "text": text} for task in ("code", "news", "math") for text in PROMPTS]
-    (folder / "prompts.json").write_text(json.dumps(prompts))
-    (folder / "held_out.json").write_text(json.dumps(prompts[::3]))
-    return folder
-
-
-def run(example, target_folder, work_folder, **changes):
-    settings = {
-        "work_folder": work_folder, "output": work_folder / "head", "target": str(target_folder), "train_steps": 4,
-        "draft_vocabulary": 40, "invent": 4, "batch_size": 4, "prompt_tokens": 24, "row_tokens": 32,
-        "tokens_per_batch": 128, "evaluation_tokens": 8,
-    }  # fmt: skip
-    example.main.main(**{**settings, **changes})
-
-
-@pytest.mark.slow
-def test_all_stages_leave_their_results(example, target_folder, work_folder):
-    run(example, target_folder, work_folder, intermediate_size=48)
-    record = json.loads((work_folder / "head" / "evaluation.json").read_text())
-    assert record["training"]["step"] == 4
-    assert {(line["task"], line["temperature"]) for line in record["acceptance"]} == {
-        (task, temperature) for task in ("code", "news", "math") for temperature in (0.0, 1.0)
-    }
-    for line in record["acceptance"]:
-        assert len(line["tokens_per_call"]) == len(line["accepted"]) == len(line["overlap"]) == 7
-        assert all(1 <= tokens <= 8 for tokens in line["tokens_per_call"])
-        assert all(0 <= share <= 1 for share in (*line["accepted"], *line["overlap"], line["coverage"]))
-    target, _ = example.stages.load_target(str(target_folder), torch.float32, torch.device("cpu"))
-    head = load_head(work_folder / "head", target)
-    assert isinstance(head, Eagle3Head)
-    assert head.settings.feature_layers == (2, 3, 3)
-    assert head.config.intermediate_size == 48
-    assert head.draft_ids.tolist() == json.loads((work_folder / "draft_vocabulary.json").read_text())
-    assert EOS in head.draft_ids
-    assert torch.equal(head.embed_tokens.weight, target.get_input_embeddings().weight)
-
-
-def test_head_with_the_targets_product_is_saved_without_it(example, target_folder, tmp_path):
-    from safetensors import safe_open
-
-    target, _ = example.stages.load_target(str(target_folder), torch.float32, torch.device("cpu"))
-    head = example.heads.new_head(target, DRAFT_IDS, example.heads.HeadShape(), LAYERS, train_product=False)
-    settings = example.heads.HeadLossSettings(chunk_tokens=64)
-    input_ids, weights = example.train.collate([(torch.tensor([4, 5, 7, 9, 11, 4, 20, 21]), 2)], 0.3)
-    example.heads.HeadLoss(head, target, settings)(input_ids, weights).backward()
-    trained = {name for name, parameter in head.named_parameters() if parameter.grad is not None}
-    assert trained == {name for name, _ in head.named_parameters()} - {"lm_head.weight", "embed_tokens.weight"}
-    example.main.save_head(head, tmp_path / "head", target_name="x", shared_weights=False)
-    with safe_open(tmp_path / "head" / "model.safetensors", "pt") as file:
-        assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - no dict
-    loaded = load_head(tmp_path / "head", target)
-    assert torch.equal(loaded.lm_head.weight, target.lm_head.weight[list(DRAFT_IDS)])
-    assert not loaded.lm_head.weight.requires_grad
-
-
-@pytest.mark.slow
-def test_stopped_run_is_taken_up_where_it_stopped(example, target_folder, work_folder, monkeypatch):
-    real_save = example.train.save_checkpoint
-
-    def save_and_die(file, draft, optimizer, progress):
-        real_save(file, draft, optimizer, progress)
-        if progress.step == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(example.train, "save_checkpoint", save_and_die)
-        settings_class = example.train.TrainingSettings
-        patch.setattr(example.main, "TrainingSettings", lambda **given: settings_class(**given, checkpoint_minutes=0.0))
-        with pytest.raises(KeyboardInterrupt):
-            run(example, target_folder, work_folder)
-    assert not (work_folder / "head").exists()
-    shards = {file: file.stat().st_mtime_ns for file in work_folder.rglob("shard-*")}
-    run(example, target_folder, work_folder)
-    interrupted = torch.load(work_folder / "head_checkpoint.pt", weights_only=True)
-    assert {file: file.stat().st_mtime_ns for file in work_folder.rglob("shard-*")} == shards
-    (work_folder / "head_checkpoint.pt").unlink()
-    run(example, target_folder, work_folder)
-    at_once = torch.load(work_folder / "head_checkpoint.pt", weights_only=True)
-    assert interrupted["progress"]["step"] == at_once["progress"]["step"] == 4
-    for name, value in at_once["draft"].items():
-        torch.testing.assert_close(interrupted["draft"][name], value, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_training_begins_with_a_saved_head_and_makes_it_better(example, target_folder, work_folder):
-    target, _ = example.stages.load_target(str(target_folder), torch.float32, torch.device("cpu"))
-    # Out of time: nothing is published, but a head to begin with is there.
-    run(example, target_folder, work_folder, stop_after_minutes=0.0)
-    assert not (work_folder / "head").exists()
-    begun = work_folder / "unfinished_head"
-    (work_folder / "head_checkpoint.pt").unlink()
-    (work_folder / "draft_vocabulary.json").unlink()
-    run(example, target_folder, work_folder, start_from=begun, train_steps=40, learning_rate=3e-3)
-    before, after = load_head(begun, target), load_head(work_folder / "head", target)
-    assert torch.equal(before.draft_ids, after.draft_ids)
-    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    rows = example.generate.read_shards(work_folder / "rows")
-    input_ids, weights = example.train.collate(rows[:8], 1.0)
-    settings = example.heads.HeadLossSettings(chunk_tokens=64)
-    losses = [
-        float(example.heads.HeadLoss(head, target, settings)(input_ids, weights).detach()) for head in (before, after)
-    ]
-    assert losses[1] < losses[0] - 0.1

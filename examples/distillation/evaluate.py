@@ -27,6 +27,7 @@ class EvaluationSettings:
     Attributes:
         candidates: Draft tokens per round (K).
         answer_tokens: Longest answer.
+        continued_tokens: Length of answers that go on past their end, measured as well; 0 leaves them out.
         batch_size: Answers generated at a time.
         score_rows: Answers scored at a time.
         seed: Of the sampled answers and of the acceptance draws.
@@ -34,6 +35,7 @@ class EvaluationSettings:
 
     candidates: int = 4
     answer_tokens: int = 200
+    continued_tokens: int = 0
     batch_size: int = 100
     score_rows: int = 8
     seed: int = 0
@@ -90,6 +92,10 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Measure a pair at temperatures 0 and 1 for each task.
 
+    With `continued_tokens`, two more lines measure the greedy answers of all tasks together where no end token stops
+    them: "continued" in whole, as benchmarks with a fixed number of new tokens read them, and "past the end" what comes
+    after the first end token, if there is any.
+
     Both models should be in float32 and on one device, otherwise rounding decides some positions.
 
     Args:
@@ -105,23 +111,57 @@ def evaluate(
     for task in dict.fromkeys(prompt.task for prompt in prompts):
         texts = [prompt.text for prompt in prompts if prompt.task == task]
         for temperature in (0.0, 1.0):
-            rows: list[Row] = []
             torch.manual_seed(settings.seed)
-            for start in range(0, len(texts), settings.batch_size):
-                rows += answers(target, tokenizer, texts[start : start + settings.batch_size], temperature, settings)
+            rows = answers(target, tokenizer, texts, temperature, settings)
             results.append(asdict(score(draft, target, rows, task, temperature, settings)))
+    if settings.continued_tokens:
+        rows = answers(target, tokenizer, [prompt.text for prompt in prompts], 0.0, settings, continued=True)
+        for name, part in (("continued", rows), ("past the end", past_the_end(rows, end_token_ids(target)))):
+            if part:
+                results.append(asdict(score(draft, target, part, name, 0.0, settings)))
     return results
 
 
-@torch.inference_mode()
+def past_the_end(rows: Sequence[Row], end_ids: Sequence[int]) -> list[Row]:
+    """The rows in which something comes after the answer's first end token, with all up to this token as prompt."""
+    later: list[Row] = []
+    for tokens, prompt_length in rows:
+        ends = torch.isin(tokens[prompt_length:-1], torch.tensor(end_ids)).nonzero()
+        if len(ends):
+            later.append((tokens, prompt_length + int(ends[0]) + 1))
+    return later
+
+
 def answers(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     temperature: float,
     settings: EvaluationSettings,
+    *,
+    continued: bool = False,
 ) -> list[Row]:
-    """The target's answers, as rows `[T]` int64 on the CPU without padding, with the prompt's length."""
+    """The target's answers, as rows `[T]` int64 on the CPU without padding, with the prompt's length.
+
+    With `continued`, they go on past their end and all have `settings.continued_tokens`.
+    """
+    rows: list[Row] = []
+    for start in range(0, len(texts), settings.batch_size):
+        part = texts[start : start + settings.batch_size]
+        rows += _answer_batch(target, tokenizer, part, temperature, settings, continued)
+    return rows
+
+
+@torch.inference_mode()
+def _answer_batch(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    temperature: float,
+    settings: EvaluationSettings,
+    continued: bool,
+) -> list[Row]:
+    """As `answers`, in one batch."""
     inputs = tokenizer(
         [render(tokenizer, text) for text in texts],
         return_tensors="pt",
@@ -132,10 +172,13 @@ def answers(
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    length: dict[str, Any] = {"max_new_tokens": settings.answer_tokens}
+    if continued:
+        length = {"max_new_tokens": settings.continued_tokens, "eos_token_id": None}
     generate: Any = target.generate
-    output = generate(**inputs, max_new_tokens=settings.answer_tokens, **sampling).cpu()
+    output = generate(**inputs, **length, **sampling).cpu()
     width = inputs["input_ids"].shape[1]
-    ends = torch.isin(output[:, width:], torch.tensor(end_token_ids(target)))
+    ends = torch.isin(output[:, width:], torch.tensor([] if continued else end_token_ids(target)))
     rows: list[Row] = []
     for row, prompt_length in enumerate(inputs["attention_mask"].sum(dim=1).tolist()):
         first_end = ends[row].nonzero()

@@ -1,7 +1,8 @@
 """Training text: the target's own answers, written as shards of token rows.
 
 Only the target's own distribution matters to a draft, so no outside answers are used. A shard is one generated batch,
-named after its number; shards that exist are not made again, which is what makes a run resumable.
+named after its number; shards that exist are not made again, which is what makes a run resumable. Each round of
+generation has shards of its own beside those of earlier rounds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class GenerationSettings:
         row_tokens: Longest row, prompt included.
         temperature: Of the sampled third; the rest is greedy.
         sampled_share: Share of sampled rows.
+        continued_share: Share of answers, sampled or not, that go on past their end up to the row limit, as the target
+            writes when its end tokens stop nothing. What generates a fixed number of tokens drafts such text, too.
         seed: Of the order and of the sampling.
+        round: Whose rows are generated, from 0. A later round's come on top of those of earlier ones; it should have
+            another seed.
     """
 
     batch_size: int
@@ -60,15 +65,36 @@ class GenerationSettings:
     row_tokens: int
     temperature: float = 0.8
     sampled_share: float = 1 / 3
+    continued_share: float = 0.0
     seed: int = 0
+    round: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse shares that are none.
+
+        Raises:
+            ValueError: A share is below 0 or above 1, or the round is below 0.
+        """
+        for name in ("sampled_share", "continued_share"):
+            share = getattr(self, name)
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name}: {share} is no share of the rows; give a number from 0 to 1")
+        if self.round < 0:
+            raise ValueError(f"round: rounds are counted from 0, which {self.round} is below; give 0 or more")
+
+    @property
+    def suffix(self) -> str:
+        """What the names of the round's files end with."""
+        return f"-{self.round}" if self.round else ""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One batch to generate: rendered prompts, and the temperature (0 is greedy)."""
+    """One batch to generate: rendered prompts, the temperature (0 is greedy), and whether it goes on past the end."""
 
     texts: list[str]
     temperature: float
+    continued: bool = False
 
 
 class MostRowsDone(StoppingCriteria):
@@ -153,6 +179,7 @@ class TextGenerator:
 
         Returns:
             For each text the row `[T]` int64 on the CPU, prompt and answer without padding, and the prompt's length.
+            Rows of a continued job have as many tokens after the prompt as any row can have, end tokens among them.
         """
         texts = list(job.texts)
         if self.static:
@@ -170,6 +197,9 @@ class TextGenerator:
         sampling: dict[str, Any] = {"do_sample": False}
         if job.temperature > 0:
             sampling = {"do_sample": True, "temperature": job.temperature, "top_k": 0, "top_p": 1.0}
+        stopping: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([MostRowsDone(width, self.end_ids)])}
+        if job.continued:
+            stopping = {"eos_token_id": None}
         # The cache has one slot less than the row: with this length it is a multiple of 8, as fast kernels like it.
         length = self.settings.row_tokens + 1
         generate: Any = self.model.generate
@@ -178,16 +208,19 @@ class TextGenerator:
             max_length=length,
             max_new_tokens=None,
             cache_implementation="static" if self.static else None,
-            stopping_criteria=StoppingCriteriaList([MostRowsDone(width, self.end_ids)]),
+            **stopping,
             **sampling,
         )
-        return self._unpadded(inputs["attention_mask"].cpu(), output.cpu(), len(job.texts))
+        end_ids = [] if job.continued else self.end_ids
+        return self._unpadded(inputs["attention_mask"].cpu(), output.cpu(), len(job.texts), end_ids)
 
-    def _unpadded(self, mask: torch.Tensor, output: torch.Tensor, count: int) -> list[tuple[torch.Tensor, int]]:
-        """Cut the padding off: `mask` is `[B, P]` of the prompts, `output` is `[B, T]`."""
+    def _unpadded(
+        self, mask: torch.Tensor, output: torch.Tensor, count: int, end_ids: Sequence[int]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Cut off the padding, and what comes after an end: `mask` is `[B, P]` of the prompts, `output` is `[B, T]`."""
         width = mask.shape[1]
         lengths = mask.sum(dim=1)
-        ends = torch.isin(output[:, width:], torch.tensor(self.end_ids))
+        ends = torch.isin(output[:, width:], torch.tensor(end_ids))
         cut: list[tuple[torch.Tensor, int]] = []
         for row in range(count):
             prompt_length = int(lengths[row])
@@ -264,21 +297,23 @@ def invent_prompts(
     Returns:
         The file with the invented prompts.
     """
-    file = work_folder / "invented.json"
+    tokenizer, settings = generator.tokenizer, generator.settings
+    file = work_folder / f"invented{settings.suffix}.json"
     if file.exists():
         return file
-    tokenizer, settings = generator.tokenizer, generator.settings
     prompts: list[Prompt] = []
     if tokenizer.chat_template and count:
         opening = render(tokenizer, SENTINEL).split(SENTINEL)[0]
         jobs = _batches([opening] * count, 1.0, settings.batch_size)
-        generate_shards(generator, jobs, work_folder / "invented-messages", minutes / 2, accelerator)
-        messages = _answers(work_folder / "invented-messages", tokenizer)
+        folder = work_folder / f"invented-messages{settings.suffix}"
+        generate_shards(generator, jobs, folder, minutes / 2, accelerator)
+        messages = _answers(folder, tokenizer)
         requests = [render(tokenizer, prompt.text) for prompt in article_requests(count, settings.seed)]
         jobs = _batches(requests, settings.temperature, settings.batch_size)
         # Below "rows": the articles are answers of the target and are trained on like the others.
-        generate_shards(generator, jobs, work_folder / "rows" / "articles", minutes / 2, accelerator)
-        articles = _answers(work_folder / "rows" / "articles", tokenizer)
+        folder = work_folder / "rows" / f"articles{settings.suffix}"
+        generate_shards(generator, jobs, folder, minutes / 2, accelerator)
+        articles = _answers(folder, tokenizer)
         shortest, longest = INVENTED_CHARACTERS
         prompts = [Prompt("other", text) for text in dict.fromkeys(messages) if shortest <= len(text) <= longest]
         prompts += article_prompts(list(dict.fromkeys(articles)), settings.seed)
@@ -290,29 +325,32 @@ def invent_prompts(
 
 
 def plan_jobs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings) -> list[Job]:
-    """Batches of prompts of one task, one way of decoding and similar length, in shuffled order.
+    """Batches of prompts of one task, one way of decoding and ending, and similar length, in shuffled order.
 
     Answers of one task end at similar lengths, so that few rows of a batch idle; shuffled, because a run may
     stop before the last batch.
     """
     rng = random.Random(settings.seed)
+    # Numbers of its own: without continued answers the plan is the same as if there were no such thing.
+    going_on = random.Random(f"continued-{settings.seed}")
     texts = [render(tokenizer, prompt.text) for prompt in prompts]
     tokenized = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-    groups: dict[tuple[str, bool], list[tuple[int, str]]] = {}
+    groups: dict[tuple[str, bool, bool], list[tuple[int, str]]] = {}
     for prompt, text, ids in zip(prompts, texts, tokenized, strict=True):
         if len(ids) <= settings.prompt_tokens:
             sampled = rng.random() < settings.sampled_share
-            groups.setdefault((prompt.task, sampled), []).append((len(ids), text))
+            continued = going_on.random() < settings.continued_share
+            groups.setdefault((prompt.task, sampled, continued), []).append((len(ids), text))
     jobs: list[Job] = []
-    for (_, sampled), entries in groups.items():
+    for (_, sampled, continued), entries in groups.items():
         ordered = [text for _, text in sorted(entries)]
-        jobs += _batches(ordered, settings.temperature if sampled else 0.0, settings.batch_size)
+        jobs += _batches(ordered, settings.temperature if sampled else 0.0, settings.batch_size, continued)
     rng.shuffle(jobs)
     return jobs
 
 
-def _batches(texts: Sequence[str], temperature: float, size: int) -> list[Job]:
-    return [Job(list(texts[start : start + size]), temperature) for start in range(0, len(texts), size)]
+def _batches(texts: Sequence[str], temperature: float, size: int, continued: bool = False) -> list[Job]:
+    return [Job(list(texts[start : start + size]), temperature, continued) for start in range(0, len(texts), size)]
 
 
 def _answers(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PreTrainedModel
 
 from distillation.generate import end_token_ids, read_shards
@@ -46,13 +45,13 @@ class HeadLossSettings:
         steps: Unrolled steps: how deep the chains are.
         step_decay: Weight of a step against the step before it.
         hard_weight: Of the cross entropy to the target's most likely token, added to that to its distribution.
-        chunk_tokens: Positions whose logits are held at a time.
+        chunk_tokens: Positions whose logits are held at a time. On average half a chunk of each batch is filled up.
     """
 
     steps: int = 5
     step_decay: float = 0.9
     hard_weight: float = 0.5
-    chunk_tokens: int = 8_192
+    chunk_tokens: int = 4_096
 
 
 def choose_draft_vocabulary(rows: Sequence[Row], size: int, vocabulary: int, end_ids: Sequence[int]) -> list[int]:
@@ -81,10 +80,26 @@ def prepare_draft_vocabulary(target: PreTrainedModel, work_folder: Path, size: i
         for count in (2 * size, size // 2, size):
             ids = choose_draft_vocabulary(rows, min(count, vocabulary), vocabulary, end_token_ids(target))
             logger.info("a draft vocabulary of %d tokens: %.4f of the generated text", len(ids), coverage(rows, ids))
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(ids), encoding="utf-8")
-        partial.replace(file)
+        keep_draft_vocabulary(work_folder, ids)
     return list(json.loads(file.read_text(encoding="utf-8")))
+
+
+def keep_draft_vocabulary(work_folder: Path, draft_ids: Sequence[int]) -> None:
+    """Write down the draft vocabulary that the work folder's checkpoints are for.
+
+    Raises:
+        ValueError: There is another one, and what it was chosen for.
+    """
+    file = work_folder / "draft_vocabulary.json"
+    if not file.exists():
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(list(draft_ids)), encoding="utf-8")
+        partial.replace(file)
+    elif json.loads(file.read_text(encoding="utf-8")) != list(draft_ids):
+        raise ValueError(
+            f"work_folder: {str(file)!r} holds another draft vocabulary than the head that training begins with; "
+            "remove it and head_checkpoint.pt, if this is a new training"
+        )
 
 
 def coverage(rows: Sequence[Row], draft_ids: Sequence[int] | Tensor) -> float:
@@ -183,8 +198,7 @@ class HeadLoss(nn.Module):
     """Cross entropy of a head's guesses to its target's distribution, plus that to the target's most likely token.
 
     Both models guess within the draft vocabulary: the target's law, too, is computed there alone, once a position for
-    all steps. As in `DistillationLoss`, logits are made, used and made again in the backward pass a chunk of positions
-    at a time.
+    all steps. Logits are held for a chunk of positions at a time, and made only once (`GradientAtOnce`).
 
     Args:
         head: Gets the attention `UNROLLED`.
@@ -236,22 +250,51 @@ class HeadLoss(nn.Module):
         aligned = [pad(states, (0, 0, step, 0))[:, : input_ids.shape[1]] for step, states in enumerate(chains)]
         flat = torch.stack(aligned).flatten(1, 2)
         laws = target_hidden.flatten(0, 1)
+        weights_of_guess = [self.head.lm_head.weight]
+        if not self.head.settings.norm_output:
+            weights_of_guess += self.head.norm.parameters()
+        trained = [weight for weight in weights_of_guess if weight.requires_grad]
         losses = [
-            checkpoint(self.chunk_loss, flat[:, index], laws[index + 1], by_step[:, index] * real, use_reentrant=False)
+            GradientAtOnce.apply(self.chunk_loss, laws[index + 1], by_step[:, index] * real, flat[:, index], *trained)
             for index, real in chunks
         ]
         return torch.stack(losses).sum()
 
-    def _chunk_loss(self, states: Tensor, target_hidden: Tensor, weights: Tensor) -> Tensor:
-        """Weighted loss of one chunk: states `[steps, N, H]`, hidden states `[N, size]`, weights `[steps, N]`."""
+    def _chunk_loss(self, target_hidden: Tensor, weights: Tensor, states: Tensor) -> Tensor:
+        """Weighted loss of one chunk: hidden states `[N, size]`, weights `[steps, N]`, states `[steps, N, H]`."""
+        hard = self.settings.hard_weight
         with torch.no_grad():
             target_logits = linear(target_hidden, self.rows, self.bias).float()
-            target_probs = target_logits.softmax(dim=-1)
             best = target_logits.argmax(dim=-1, keepdim=True)
+            chosen = torch.arange(len(self.rows), device=best.device) == best
+            # Both cross entropies in one: with labels that sum up to 1 + hard.
+            labels = target_logits.softmax(dim=-1) + hard * chosen
         total = weights.new_zeros(())
         for step in range(len(states)):
-            log_probs = draft_logits(self.head, states[step]).float().log_softmax(dim=-1)
-            soft = -(target_probs * log_probs).sum(dim=-1)
-            hard = -log_probs.gather(-1, best).squeeze(-1)
-            total = total + ((soft + self.settings.hard_weight * hard) * weights[step]).sum()
+            logits = draft_logits(self.head, states[step]).float()
+            entropy = (1 + hard) * logits.logsumexp(dim=-1) - (labels * logits).sum(dim=-1)
+            total = total + (entropy * weights[step]).sum()
         return total
+
+
+class GradientAtOnce(torch.autograd.Function):
+    """A scalar function that makes its gradient in the forward pass, so that nothing large is kept or made again.
+
+    `GradientAtOnce.apply(function, *constants, states, *parameters)`, with two constants.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, function: Callable[..., Tensor], first: Tensor, second: Tensor, states: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        """Return `function(first, second, states)`; the parameters are those that it uses and that are trained."""
+        with torch.enable_grad():
+            own = states.detach().requires_grad_()
+            value = function(first, second, own)
+            ctx.save_for_backward(*torch.autograd.grad(value, (own, *parameters)))
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Scale the gradients; constants have none."""
+        return None, None, None, *(part * grad for part in ctx.saved_tensors)

@@ -44,11 +44,14 @@ def load_target(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Pr
     return model.eval(), tokenizer
 
 
-def prepare_prompts(work_folder: Path, per_task: int, seed: int, accelerator: Accelerator) -> None:
-    """Write the training and the held-out prompts, unless they are there."""
+def prepare_prompts(
+    work_folder: Path, settings: GenerationSettings, per_task: int, seed: int, accelerator: Accelerator
+) -> None:
+    """Write the training prompts of a round and the held-out prompts, `per_task` with `seed`, unless they are there."""
     with accelerator.main_process_first():
-        if not (work_folder / "prompts.json").exists():
-            save_prompts(training_prompts(seed), work_folder / "prompts.json")
+        prompts = work_folder / f"prompts{settings.suffix}.json"
+        if not prompts.exists():
+            save_prompts(training_prompts(settings.seed), prompts)
         if not (work_folder / "held_out.json").exists():
             save_prompts(held_out_prompts(seed, per_task), work_folder / "held_out.json")
 
@@ -61,20 +64,22 @@ def generate_text(
     minutes: float,
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """Let the target write the training rows; returns what there is of them, and the time it took."""
-    record = work_folder / "generation.json"
+    """Let the target write a round of training rows; returns what there is of all rounds, and the time they took."""
+    record = work_folder / f"generation{settings.suffix}.json"
     if not record.exists():
         dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
         started = time.monotonic()
         model, tokenizer = load_target(target_name, dtype, accelerator.device)
         generator = TextGenerator(model, tokenizer, settings)
         invented = invent_prompts(generator, work_folder, invent, minutes / 4, accelerator)
-        prompts = load_prompts(work_folder / "prompts.json") + load_prompts(invented)
+        prompts = load_prompts(work_folder / f"prompts{settings.suffix}.json") + load_prompts(invented)
         left = minutes - (time.monotonic() - started) / 60
         jobs = plan_jobs(prompts, tokenizer, settings)
-        generate_shards(generator, jobs, work_folder / "rows" / "answers", left, accelerator)
+        answers = work_folder / "rows" / f"answers{settings.suffix}"
+        generate_shards(generator, jobs, answers, left, accelerator)
         if accelerator.is_main_process:
             counts: dict[str, Any] = dict(describe_rows(work_folder / "rows"))
+            counts["continued_share"] = settings.continued_share
             counts["minutes"] = (time.monotonic() - started) / 60
             record.write_text(json.dumps(counts), encoding="utf-8")
         # The compiled decoding holds its cache and its graphs, which training needs the memory of.
@@ -84,6 +89,8 @@ def generate_text(
             torch.cuda.empty_cache()
         accelerator.wait_for_everyone()
     counts = json.loads(record.read_text(encoding="utf-8"))
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in work_folder.glob("generation*.json")]
+    counts["minutes"] = sum(each.get("minutes", 0.0) for each in records)
     logger.info("generated: %s", counts)
     return counts
 

@@ -51,22 +51,48 @@ class StepCache:
         return torch.stack([part for part, _ in steps], dim=2), torch.stack([part for _, part in steps], dim=2)
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of grouped queries, with what it takes to join more keys later.
+
+    Args:
+        query: `[B, Hkv, G, T, D]`, scaled.
+        key: `[B, Hkv, T, D]`.
+        value: `[B, Hkv, T, D]`.
+
+    Returns:
+        The mixed values, `[B, Hkv, G, T, D]`, and the logarithm of each query's sum of exponentials, `[B, Hkv, G, T]`,
+        both at least float32.
+    """
+    groups, width = query.shape[2:4]
+    exact = torch.promote_types(value.dtype, torch.float32)
+    scores = (query.flatten(2, 3) @ key.transpose(-1, -2)).unflatten(2, (groups, width)).to(exact)
+    seen = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    total = scores.logsumexp(dim=-1)
+    shares = (scores - total[..., None]).exp().to(value.dtype)
+    return (shares.flatten(2, 3) @ value).unflatten(2, (groups, width)).to(exact), total
+
+
+# The matrix of scores is what training moves most of, an elementary operation at a time.
+compiled_causal_attention = torch.compile(causal_attention, dynamic=True)
+
+
 def unrolled_attention(
-    module: torch.nn.Module,  # noqa: ARG001 - transformers' signature
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 - who sees whom is settled here
+    attention_mask: Tensor | None,  # noqa: ARG001 - transformers' signature; who sees whom is settled here
     scaling: float | None = None,
     **kwargs: Any,  # noqa: ARG001
 ) -> tuple[Tensor, None]:
     """Attention of all chains' queries at one step.
 
-    The scores of the first step's keys are a matrix, those of the chain's own keys one number a step: the exponentials
-    of both are joined under one sum.
+    The scores of the first step's keys are a matrix, those of the chain's own keys one number a step: both parts are
+    joined by the logarithm of the sum of their exponentials.
 
     Args:
-        module: The attention layer.
+        module: The attention layer; in training on a GPU the matrix part is compiled.
         query: `[B, H, T, D]`, by chain.
         key: `[B, Hkv, steps, T, D]`, this step last.
         value: As `key`.
@@ -80,18 +106,16 @@ def unrolled_attention(
     batch, heads, width, size = query.shape
     exact = torch.promote_types(value.dtype, torch.float32)
     grouped = query.to(value.dtype).reshape(batch, key.shape[1], -1, width, size) * (scaling or size**-0.5)
-    groups = grouped.shape[2]
-    first = (grouped.flatten(2, 3) @ key[:, :, 0].transpose(-1, -2)).unflatten(2, (groups, width)).to(exact)
-    seen = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
-    first = first.masked_fill(~seen, -torch.inf)
+    causal = compiled_causal_attention if module.training and query.is_cuda else causal_attention
+    # Copies look the same at all steps, which one compiled form then serves.
+    first_key, first_value = (part[:, :, 0].clone(memory_format=torch.contiguous_format) for part in (key, value))
+    mixed, first = causal(grouped, first_key, first_value)
     own = (grouped[:, :, None] * key[:, :, 1:, None]).sum(dim=-1, dtype=exact)
-    top = torch.cat([first.amax(dim=-1)[:, :, None], own], dim=2).amax(dim=2).detach()
-    first = (first - top[..., None]).exp()
-    own = (own - top[:, :, None]).exp()
-    total = first.sum(dim=-1) + own.sum(dim=2)
-    mixed = (first.to(value.dtype).flatten(2, 3) @ value[:, :, 0]).unflatten(2, (groups, width)).to(exact)
-    mixed = mixed + (own.to(value.dtype)[..., None] * value[:, :, 1:, None]).sum(dim=2, dtype=exact)
-    return (mixed / total[..., None]).to(value.dtype).reshape(batch, heads, width, size).transpose(1, 2), None
+    total = torch.cat([first[:, :, None], own], dim=2).logsumexp(dim=2)
+    shares = (own - total[:, :, None]).exp().to(value.dtype)
+    mixed = mixed * (first - total).exp()[..., None]
+    mixed = mixed + (shares[..., None] * value[:, :, 1:, None]).sum(dim=2, dtype=exact)
+    return mixed.to(value.dtype).reshape(batch, heads, width, size).transpose(1, 2), None
 
 
 AttentionInterface.register(UNROLLED, unrolled_attention)
