@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_draft_costs import ReferenceDraftCosts
 from tiny_calls import config_of
 from tiny_models import fresh_pair, noisy_copy, ragged_batch, tiny_model
 from transformers import PreTrainedModel
@@ -35,6 +37,19 @@ def test_a_curve_is_linear_between_its_points_flat_before_and_goes_on_after() ->
     assert [curve.at(count) for count in (1, 3, 5, 6, 9, 11)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 4.0, 5.0])
     assert CostCurve((4, 8), (1.0, 2.0)).at(1) == 1.0
     assert CostCurve((4,), (1.0,)).at(100) == 1.0
+    assert curve.at(0) == 0.0
+
+
+def test_a_curve_is_exact_at_its_points() -> None:
+    seconds = (0.1, 0.30000000000000004, 0.7)
+    assert tuple(CostCurve((1, 2, 5), seconds).at(count) for count in (1, 2, 5)) == seconds
+
+
+def test_a_straight_curve_has_a_first_count_and_further_ones() -> None:
+    line = CostCurve.line(0.5, 0.1)
+    assert [line.at(count) for count in (0, 1, 2, 2.5, 20)] == pytest.approx([0.0, 0.5, 0.6, 0.65, 2.4])
+    assert line.slope == pytest.approx(0.1)
+    assert CostCurve((4,), (1.0,)).slope == 0.0
 
 
 def test_noise_in_the_last_points_makes_no_wider_pass_cheaper() -> None:
@@ -50,21 +65,33 @@ def test_points_that_make_no_curve_are_refused(counts: tuple[int, ...], seconds:
 
 
 def test_a_round_costs_its_draft_steps_its_pass_and_what_comes_in_addition() -> None:
-    costs = BatchCosts(0.25, CostCurve((1, 5), (1.0, 1.4)), overhead=0.1)
+    costs = BatchCosts(CostCurve((1, 5), (0.4, 0.8)), CostCurve((1, 5), (1.0, 1.4)), overhead=0.1)
     assert costs.round_seconds(0) == pytest.approx(1.1)
-    assert costs.round_seconds(4) == pytest.approx(4 * 0.25 + 1.4 + 0.1)
+    assert costs.round_seconds(1) == pytest.approx(0.4 + 1.1 + 0.1)
+    assert costs.round_seconds(4) == pytest.approx(0.7 + 1.3 + 0.1)
+    assert BatchCosts(None, costs.verify).round_seconds(4) == pytest.approx(1.3)
+
+
+def test_drafts_of_one_known_length_have_equal_steps() -> None:
+    costs = BatchCosts(CostCurve((4,), (0.8,)), CostCurve((1,), (1.0,)))
+    assert [costs.draft_seconds(steps) for steps in (0, 1, 4, 10)] == pytest.approx([0.0, 0.2, 0.8, 2.0])
+
+
+def test_a_number_is_no_curve() -> None:
+    with pytest.raises(TypeError, match=r"`draft` is 0\.25.*CostCurve\.line"):
+        BatchCosts(0.25, CostCurve((1,), (1.0,)))  # type: ignore[arg-type]
 
 
 def two_batches() -> CostModel:
-    small = BatchCosts(0.1, CostCurve((1, 5), (1.0, 1.2)))
-    large = BatchCosts(0.3, CostCurve((1, 3), (2.0, 3.0)), overhead=0.4, resumption=0.6)
+    small = BatchCosts(CostCurve.line(0.1, 0.1), CostCurve((1, 5), (1.0, 1.2)))
+    large = BatchCosts(CostCurve((1, 3), (0.3, 0.9)), CostCurve((1, 3), (2.0, 3.0)), overhead=0.4, resumption=0.6)
     return CostModel({8: large, 4: small})
 
 
 def test_batch_sizes_in_between_are_interpolated_and_others_take_the_nearest() -> None:
     model = two_batches()
     middle = model.at(6)
-    assert middle.draft_step == pytest.approx(0.2)
+    assert [middle.draft_seconds(steps) for steps in range(4)] == pytest.approx([0.0, 0.2, 0.4, 0.6])
     assert middle.verify.at(1) == pytest.approx(1.5)
     assert middle.verify.at(3) == pytest.approx((1.1 + 3.0) / 2)
     assert middle.overhead == pytest.approx(0.2)
@@ -83,7 +110,42 @@ def test_costs_survive_json_also_inside_a_config(tmp_path) -> None:
     assert loaded.cost_model == model
 
 
-@pytest.mark.parametrize("broken", [{}, {"8": {}}, {"8": 3}, {"x": {"draft_step": 1.0, "verify": {"1": 1.0}}}, [1]])
+def test_one_number_per_draft_step_is_read_as_a_curve() -> None:
+    verify = {"1": 1.0, "5": 1.4}
+    read = CostModel.from_dict({"4": {"draft_step": 0.1, "verify": verify}, "8": {"draft_step": 0, "verify": verify}})
+    assert [read.at(4).draft_seconds(steps) for steps in (0, 1, 2, 12)] == pytest.approx([0.0, 0.1, 0.2, 1.2])
+    assert read.at(8).draft is None
+    assert CostModel.from_dict(json.loads(json.dumps(read.to_dict()))) == read
+    config = hf_dsde.SpeculationConfig("static", costs={"4": {"draft_step": 0.1, "verify": verify}})
+    assert config.costs is not None
+    assert set(config.costs["4"]) == {"draft", "verify", "overhead", "resumption"}
+    curve = CostModel.from_dict({"4": {"draft": {"4": 0.7, "1": 0.4}, "verify": verify}}).at(4)
+    assert [curve.draft_seconds(steps) for steps in (0, 1, 2, 6)] == pytest.approx([0.0, 0.4, 0.5, 0.9])
+
+
+def test_of_two_batches_one_of_which_has_no_timed_drafts_the_other_ones_count() -> None:
+    known = CostCurve.line(0.3, 0.1)
+    verify = CostCurve((1,), (1.0,))
+    for pair in ((known, None), (None, known)):
+        model = CostModel({rows: BatchCosts(draft, verify) for rows, draft in zip((2, 6), pair, strict=True)})
+        assert model.at(4).draft == known
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        {"8": {}},
+        {"8": 3},
+        {"x": {"draft_step": 1.0, "verify": {"1": 1.0}}},
+        {"8": {"draft_step": -1.0, "verify": {"1": 1.0}}},
+        {"8": {"draft": 1.0, "verify": {"1": 1.0}}},
+        {"8": {"draft": {"0": 1.0}, "verify": {"1": 1.0}}},
+        {"8": {"draft": {"1": -1.0}, "verify": {"1": 1.0}}},
+        {"8": {"verify": {"1": 1.0}}},
+        [1],
+    ],
+)
 def test_a_config_refuses_what_describes_no_costs(broken) -> None:
     with pytest.raises(ValueError, match="costs"):
         hf_dsde.SpeculationConfig("static", costs=broken)
@@ -93,7 +155,7 @@ def test_live_costs_follow_timings_and_say_so() -> None:
     live = LiveCosts(CostModel.relative(0.1, [1.0, 1.1, 1.2]), rows=1)
     for _ in range(200):
         live.observe(draft_steps=2, width=3, draft=0.3, verify=1.8, overhead=0.05)
-    assert live.current.draft_step == pytest.approx(0.15, rel=0.01)
+    assert live.current.draft_seconds(2) == pytest.approx(0.3, rel=0.01)
     assert live.current.verify.at(3) == pytest.approx(1.8, rel=0.01)
     assert live.current.overhead == pytest.approx(0.05, rel=0.01)
     # The other widths moved along: whatever made this one dearer, it is not this one's alone.
@@ -105,7 +167,7 @@ def test_a_stall_moves_a_cost_no_further_than_a_timing_a_quarter_longer() -> Non
     stalled, longer = (LiveCosts(CostModel.relative(0.1, [1.0, 1.1]), rows=1) for _ in range(2))
     stalled.observe(draft_steps=1, width=2, draft=30.0, verify=500.0, overhead=100.0)
     longer.observe(draft_steps=1, width=2, draft=0.125, verify=1.1 * 1.25, overhead=2.0)
-    assert stalled.current.draft_step == pytest.approx(longer.current.draft_step)
+    assert stalled.current.draft == longer.current.draft
     assert stalled.current.verify.at(1) == pytest.approx(longer.current.verify.at(1))
     assert stalled.current.verify.at(2) == pytest.approx(longer.current.verify.at(2))
     assert stalled.current.overhead == pytest.approx(longer.current.overhead)
@@ -117,7 +179,7 @@ def test_a_host_that_stalls_now_and_then_changes_little() -> None:
         slower = 20.0 if number % 5 == 0 else 1.0
         live.observe(draft_steps=2, width=3, draft=0.6 * slower, verify=1.04 * slower, overhead=0.02 * slower)
     assert live.current.round_seconds(0) == pytest.approx(1.0, rel=0.2)
-    assert live.current.draft_step == pytest.approx(0.3, rel=0.1)
+    assert live.current.draft_seconds(2) == pytest.approx(0.6, rel=0.1)
 
 
 def test_probes_show_that_a_draft_step_was_taken_for_too_dear() -> None:
@@ -125,14 +187,14 @@ def test_probes_show_that_a_draft_step_was_taken_for_too_dear() -> None:
     live = LiveCosts(CostModel.relative(0.9, [1.0, 1.02]), rows=1)
     for _ in range(5):
         live.observe(draft_steps=1, width=2, draft=0.4, verify=1.02, overhead=0.0, resumed=True)
-    assert live.current.draft_step == pytest.approx(0.4, rel=0.2)
+    assert live.current.draft_seconds(1) == pytest.approx(0.4, rel=0.2)
     assert live.current.resumption < 0.05
 
 
 def test_drafting_again_has_a_price_of_its_own() -> None:
     live = LiveCosts(CostModel.relative(0.1, [1.0, 1.1]), rows=1)
     live.observe(draft_steps=1, width=2, draft=2.1, verify=1.1, overhead=0.0, resumed=True)
-    assert live.current.draft_step == 0.1, "a draft step is not what took so long"
+    assert live.current.draft_seconds(1) == 0.1, "a draft step is not what took so long"
     assert live.current.resumption == pytest.approx(2.0)
     assert live.version == 1
     live.observe(draft_steps=2, width=3, draft=1.2, verify=1.2, overhead=0.0, resumed=True)
@@ -164,7 +226,7 @@ def test_what_was_learnt_carries_over_to_a_smaller_batch() -> None:
     assert live.learnt == CostModel({8: whole})
     assert live.rows == 4
     # One timing, taken for half of what was expected, has moved the draft step by a quarter, and the pass by 5 %.
-    assert live.current.draft_step == pytest.approx(0.75 * 0.2, rel=0.01)
+    assert live.current.draft_seconds(1) == pytest.approx(0.75 * 0.2, rel=0.01)
     assert live.current.verify.at(3) == pytest.approx(0.95 * 2 * 1.1, rel=0.02)
 
 
@@ -174,8 +236,106 @@ def test_whatever_is_observed_costs_stay_positive_and_finite(timings: list[tuple
     for steps, draft, verify in timings:
         live.observe(draft_steps=steps, width=steps + 1, draft=draft, verify=verify, overhead=0.0)
     current = live.current
-    assert 0 < current.draft_step < 1e9
+    by_steps = [current.draft_seconds(steps) for steps in range(1, 20)]
+    assert all(0 < seconds < 1e9 for seconds in by_steps)
+    assert by_steps == sorted(by_steps)
     assert all(0 < current.verify.at(width) < 1e9 for width in range(1, 20))
+
+
+def drafting(common: float, step: float, refresh: bool = True) -> LiveCosts:
+    """Costs of one row that are about to be learnt: a common part, and one of each step."""
+    curve = CostCurve.line(common + step, step)
+    return LiveCosts(CostModel({1: BatchCosts(curve, CostCurve((1, 9), (1.0, 1.2)))}), 1, refresh=refresh)
+
+
+def draft_rounds(live: LiveCosts, lengths: list[int], common: float, step: float) -> None:
+    """Rounds that draft so much, without noise."""
+    for length in lengths:
+        seconds = (common + step * length) * (length > 0)
+        live.observe(draft_steps=length, width=length + 1, draft=seconds, verify=1 + 0.025 * length, overhead=0.0)
+
+
+@given(
+    timings=st.lists(st.tuples(st.integers(1, 12), st.floats(0.01, 10)), max_size=40),
+    common=st.floats(0.0, 2.0),
+    step=st.floats(0.01, 2.0),
+)
+def test_draft_steps_are_learnt_as_the_reference_does(
+    timings: list[tuple[int, float]], common: float, step: float
+) -> None:
+    live, reference = drafting(common, step), ReferenceDraftCosts(common, step)
+    for length, seconds in timings:
+        live.observe(draft_steps=length, width=length + 1, draft=seconds, verify=1.0, overhead=0.0)
+        reference.observe(length, seconds)
+        for count in (1, 2, 5, 12):
+            assert live.current.draft_seconds(count) == pytest.approx(reference.seconds(count), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("common", "step"), [(0.0, 0.05), (0.0, 0.34), (0.0, 0.6), (1.0, 0.01)])
+@pytest.mark.parametrize("lengths", [[1, 2], [2, 3, 4], [1, 6, 6, 6]])
+def test_drafts_of_several_lengths_show_both_parts(lengths: list[int], common: float, step: float) -> None:
+    live = drafting(common, step)
+    draft_rounds(live, lengths * 150, 0.3, 0.04)
+    assert [live.current.draft_seconds(k) for k in (1, 4, 12)] == pytest.approx([0.34, 0.46, 0.78], rel=0.05)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_drafts_of_one_length_leave_a_further_step_what_it_was_measured_to_cost(length: int) -> None:
+    live = drafting(0.0, 0.04)
+    noise = random.Random(0)
+    for _ in range(400):
+        draft_rounds(live, [length], 0.3 * noise.uniform(0.9, 1.1), 0.04)
+    first, twelve = live.current.draft_seconds(1), live.current.draft_seconds(12)
+    assert live.current.draft_seconds(length) == pytest.approx(0.3 + 0.04 * length, rel=0.05)
+    assert (twelve - first) / 11 == pytest.approx(0.04)
+
+
+def test_noise_at_one_length_does_not_wear_down_the_cost_of_a_further_step() -> None:
+    """Where there is no common part, timings below what was expected would all go to the step, those above to it not."""
+    live = drafting(0.0, 0.1)
+    noise = random.Random(0)
+    for _ in range(2000):
+        draft_rounds(live, [4], 0.0, 0.1 * noise.uniform(0.9, 1.1))
+    assert live.current.draft_seconds(12) == pytest.approx(1.2, rel=0.1)
+
+
+def test_a_step_taken_for_too_dear_gets_cheaper_also_where_all_draft_the_same() -> None:
+    live = drafting(0.0, 0.9)
+    draft_rounds(live, [1] * 100, 0.0, 0.1)
+    assert [live.current.draft_seconds(k) for k in (1, 5)] == pytest.approx([0.1, 0.5], rel=0.01)
+
+
+def test_the_first_round_of_another_length_tells_of_a_further_step_and_not_of_the_usual_ones() -> None:
+    live = drafting(0.0, 0.34)
+    draft_rounds(live, [1] * 50, 0.3, 0.04)
+    before, version = live.current, live.version
+    draft_rounds(live, [4], 0.3, 0.04)
+    usual, four = (before.draft_seconds(k) - live.current.draft_seconds(k) for k in (1, 4))
+    assert four > 0.2
+    assert usual < 0.03 * four
+    assert live.version == version + 1
+
+
+def test_policies_hear_of_a_further_step_that_has_changed_by_itself() -> None:
+    live = drafting(0.3, 0.04)
+    draft_rounds(live, [2] * 3, 0.3, 0.04)
+    version = live.version
+    draft_rounds(live, [1, 3] * 100, 0.2, 0.09)  # two steps take what they did
+    assert live.version > version + 3
+
+
+def test_what_rounds_have_shown_of_a_further_step_carries_over_to_fewer_rows() -> None:
+    verify = CostCurve((1, 9), (1.0, 1.2))
+    model = CostModel({rows: BatchCosts(CostCurve.line(0.05 * rows, 0.05 * rows), verify) for rows in (2, 4)})
+    live = LiveCosts(model, 4)
+    draft_rounds(live, [2, 4] * 200, 0.6, 0.1)
+    live.set_rows(2)
+    assert [live.current.draft_seconds(k) for k in (1, 8)] == pytest.approx([0.35, 0.7], rel=0.02)
+    live.set_rows(4)
+    assert [live.current.draft_seconds(k) for k in (1, 8)] == pytest.approx([0.7, 1.4], rel=0.02)
+    untimed = LiveCosts(model, 4)
+    untimed.set_rows(2)
+    assert untimed.current == model.at(2)
 
 
 class Costly(StoppingPolicy):
@@ -296,12 +456,12 @@ def test_a_batch_that_shrinks_finds_out_that_wider_passes_have_become_cheap() ->
         return max(5.0, 0.035 * tokens) + 0.001 * tokens
 
     curve = CostCurve((1, 2, 3), tuple(seconds(256 * width) for width in (1, 2, 3)))
-    live = LiveCosts(CostModel({256: BatchCosts(2.5, curve)}), 256)
+    live = LiveCosts(CostModel({256: BatchCosts(CostCurve.line(2.5, 2.5), curve)}), 256)
     for rows in (256, 128, 64, 32, 16):
         live.set_rows(rows)
         for _ in range(40):
             live.observe(draft_steps=0, width=1, draft=0.0, verify=seconds(rows), overhead=0.0)
     for width in (1, 2, 3):
         assert live.current.verify.at(width) == pytest.approx(seconds(16 * width), rel=0.15)
-    assert live.current.draft_step == pytest.approx(2.5 * seconds(16) / seconds(256), rel=0.1)
+    assert live.current.draft_seconds(3) == pytest.approx(7.5 * seconds(16) / seconds(256), rel=0.1)
     assert live.learnt.batches[256].verify.at(2) == pytest.approx(seconds(512), rel=0.05)

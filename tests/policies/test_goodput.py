@@ -219,7 +219,8 @@ def job(policy: StoppingPolicy, limits: list[int], seed: int) -> tuple[float, li
     rows, generator = len(limits), torch.Generator().manual_seed(seed)
     widths = (1, 2, 3, 5, 9, 13)
     verify = CostCurve(widths, tuple(pass_milliseconds(rows * width) for width in widths))
-    costs = LiveCosts(CostModel({rows: BatchCosts(0.3 * pass_milliseconds(rows), verify)}), rows)
+    step = 0.3 * pass_milliseconds(rows)
+    costs = LiveCosts(CostModel({rows: BatchCosts(CostCurve.line(step, step), verify)}), rows)
     policy.start(BatchInfo(rows, torch.device("cpu"), 50, 8, max(limits), costs))
     left, total, seen, plain_rounds = torch.tensor(limits), 0.0, [], 0
     while bool((left > 0).any()):
