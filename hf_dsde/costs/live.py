@@ -12,8 +12,8 @@ FAR_CHEAPER = 0.8
 """Below this fraction of what was expected, a timing says that drafting had been taken for far too dear ..."""
 FAR_CHEAPER_RATE = 0.5
 """... and has this weight: no stall makes steps so fast, and steps that are too dear are hardly ever timed again."""
-HALF_STEP = 0.5
-"""Steps from their usual number at which a timing says as much of what a further step costs as of all steps alike."""
+LEAST_VARIANCE = 0.25
+"""Of the lengths of rounds, in steps squared, as if every other round drafted one step more."""
 RESUMED_RATE = 0.5
 """Weight of a new timing in what it takes to draft again: such rounds are few."""
 MAX_EXTRA_STEPS = 2.0
@@ -21,7 +21,8 @@ MAX_EXTRA_STEPS = 2.0
 SHARED_RATE = 0.05
 """Weight of a new timing in the costs of all other widths: as contexts grow, widths that are not used cost more too."""
 LARGEST_RATIO = 1.25
-"""A timing counts as at most this many times what was expected: hosts stall, now and then for a dozen rounds ..."""
+"""A timing counts as at most this many times what was expected, or of what drafting usually takes, by as much more if
+that is longer: hosts stall, now and then for a dozen rounds ..."""
 LEAST_RATIO = 0.5
 """... and as at least this fraction of it."""
 VERSION_TOLERANCE = 0.02
@@ -48,7 +49,8 @@ class LiveCosts:
         self._timed_widths = set(self._costs.verify.counts)
         self._by_tokens: dict[int, float] = {}  # seconds of passes of a number of tokens, in more rows than now
         self._drafted = rows, self._costs.draft  # rows of the last draft steps that were timed, and what was known then
-        self._usual_steps: float | None = None  # a running average over rounds with drafts
+        self._usual_steps: float | None = None  # a running average over rounds with drafts, ...
+        self._steps_variance = 0.0  # ... and that of the squared distance from it
         self.version = 0
 
     @property
@@ -156,26 +158,28 @@ class LiveCosts:
         """What drafting costs, after a timing of some steps.
 
         It has a part that all rounds with drafts pay, and one that each step pays. A timing says what their sum is at
-        its number of steps, and moves both there by the least change, of the curve at the usual number of steps and of
-        what half a step costs. So it takes rounds of different lengths to move the cost of a further step, which is
-        that of a pass at first; where all draft the same, the common part takes up what differs.
+        its number of steps, and moves both there as least squares over the last rounds would: those whose lengths are
+        spread tell what a further step costs. Where all draft the same nothing does, and it stays what it was measured
+        to be, while the common part takes up what differs.
         """
         known = self._costs.draft
         if known is None:
             self._usual_steps = steps
             return CostCurve.line(seconds / steps, seconds / steps) if seconds > 0 else None
-        expected = known.at(steps)
-        ratio = _bounded_ratio(seconds, expected)
-        if resumed and ratio >= 1:
-            return known
-        change = (FAR_CHEAPER_RATE if ratio < FAR_CHEAPER else OBSERVED_RATE) * (ratio - 1) * expected
         usual = steps if self._usual_steps is None else self._usual_steps
-        self._usual_steps = usual + OBSERVED_RATE * (steps - usual)
+        expected, common = known.at(steps), known.at(usual)
+        if resumed and seconds >= expected:
+            return known
+        rate = FAR_CHEAPER_RATE if seconds < FAR_CHEAPER * expected else OBSERVED_RATE
+        longest = expected + (LARGEST_RATIO - 1) * max(expected, common)
+        change = rate * (min(max(seconds, LEAST_RATIO * expected), longest) - expected)
         distance = steps - usual
-        share = distance**2 / (distance**2 + HALF_STEP**2)
-        common = known.at(usual) + (1 - share) * change
-        further = known.slope + (share * change / distance if share else 0.0)
+        weight = change / (distance**2 + max(self._steps_variance, LEAST_VARIANCE))
+        further = known.slope + weight * distance
+        common += change - weight * distance**2
         further = min(max(further, 0.0), common / usual)  # neither part is negative
+        self._usual_steps = usual + OBSERVED_RATE * distance
+        self._steps_variance += OBSERVED_RATE * (distance**2 - self._steps_variance)
         return CostCurve.line(common - (usual - 1) * further, further)
 
     def _moved(self) -> bool:
