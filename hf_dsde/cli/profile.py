@@ -50,7 +50,16 @@ def profile_command(
 
 
 def _table(profiles: list[BatchProfile]) -> Table:
-    table = Table("rows", "first draft step", "further one", "plain pass", "first accepted", "best length", "predicted", title="Profile")
+    table = Table(
+        "rows",
+        "first draft step",
+        "further one",
+        "plain pass",
+        "first accepted",
+        "best length",
+        "predicted",
+        title="Profile",
+    )
     for profile in profiles:
         table.add_row(
             str(profile.rows),

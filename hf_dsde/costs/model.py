@@ -228,9 +228,8 @@ def _between(low: BatchCosts, high: BatchCosts, share: float) -> BatchCosts:
         counts = tuple(sorted({*a.counts, *b.counts}))
         return CostCurve(counts, tuple(mean(a.at(count), b.at(count)) for count in counts))
 
-    known = low.draft is not None and high.draft is not None
     return BatchCosts(
-        curve(low.draft, high.draft) if known else low.draft or high.draft,
+        curve(low.draft, high.draft) if low.draft and high.draft else low.draft or high.draft,
         curve(low.verify, high.verify),
         mean(low.overhead, high.overhead),
         mean(low.resumption, high.resumption),

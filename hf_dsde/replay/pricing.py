@@ -89,7 +89,8 @@ class CostSetting:
         tokens = np.arange(rows, rows * (max_draft_length + 1) + 1)
         steps = np.arange(max_draft_length + 1)
         if isinstance(self.costs, LinearCosts):
-            return RoundPrices(rows, self.costs.draft_step * steps, 0.0, self.costs.verify(tokens, rows), self.packed)
+            draft = self.costs.draft_step * steps.astype(np.float64)
+            return RoundPrices(rows, draft, 0.0, self.costs.verify(tokens, rows), self.packed)
         costs = self.costs.at(rows)
         plain = costs.verify.at(1) + costs.overhead
         columns = np.arange(1, max_draft_length + 2)
@@ -142,6 +143,8 @@ class RoundPrices:
         columns = range(1, max_draft_length + 2)
         verify = CostCurve(tuple(columns), tuple(float(self.verify[self.rows * (column - 1)]) for column in columns))
         steps = range(1, max_draft_length + 1)
-        draft = CostCurve(tuple(steps), tuple(float(self.draft[count]) for count in steps)) if self.draft.any() else None
+        draft = (
+            CostCurve(tuple(steps), tuple(float(self.draft[count]) for count in steps)) if self.draft.any() else None
+        )
         model = CostModel({self.rows: BatchCosts(draft, verify, self.overhead)})
         return LiveCosts(model, self.rows, refresh=False)

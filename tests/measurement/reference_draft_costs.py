@@ -12,9 +12,9 @@ class ReferenceDraftCosts:
     """The common part of a round's drafting and the part of each step, in float64.
 
     A timing of k steps moves the line at k by a tenth of the surprise, or by half of it where it is far below. Of all
-    changes (a, b), of the line at the usual number of steps and of its slope, with a + (k - usual) b as wanted, it is the
-    one that changes the line least at the lengths of late: it has the least mean of (a + (K - usual) b)^2, which is
-    a^2 + variance(K) b^2. After that, a part below 0 goes to the other one.
+    changes (a, b), of the line at the usual number of steps and of its slope, with a + (k - usual) b as wanted, it is
+    the one that changes the line least at the lengths K of late: it has the least mean of (a + (K - usual) b)^2, which
+    is a^2 + variance(K) b^2. After that, a part below 0 goes to the other one.
     """
 
     common: float

@@ -72,7 +72,9 @@ class TestFormula:
 
 
 class TestMeasured:
-    MODEL = CostModel({4: BatchCosts(CostCurve((1, 2), (0.002, 0.004)), CostCurve((1, 2, 4), (0.018, 0.020, 0.030)), overhead=0.002)})
+    MODEL = CostModel(
+        {4: BatchCosts(CostCurve((1, 2), (0.002, 0.004)), CostCurve((1, 2, 4), (0.018, 0.020, 0.030)), overhead=0.002)}
+    )
 
     def setting(self, tmp_path, packed: bool = False) -> CostSetting:
         file = tmp_path / "h100.json"
