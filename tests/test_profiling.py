@@ -40,7 +40,7 @@ def test_a_pair_is_profiled_by_batch_size() -> None:
         assert len(profile.survival) == 4
         assert all(1 >= a >= b >= 0 for a, b in zip(profile.survival, profile.survival[1:], strict=False))
         assert 0 <= profile.length <= 4
-        assert profile.costs.draft_step > 0
+        assert profile.costs.draft_seconds(1) > 0
 
 
 def test_survival_is_that_of_the_pair() -> None:
@@ -69,7 +69,7 @@ def test_answers_that_end_at_once_are_refused() -> None:
 
 
 def test_the_configuration_holds_the_table_and_the_costs(tmp_path: Path) -> None:
-    costs = BatchCosts(0.1, CostCurve((1, 5), (1.0, 1.2)))
+    costs = BatchCosts(CostCurve.line(0.1, 0.1), CostCurve((1, 5), (1.0, 1.2)))
     profiles = [BatchProfile(1, (0.9, 0.8), costs, 2), BatchProfile(8, (0.5, 0.1), costs, 1)]
     tuned_config(profiles).save_pretrained(tmp_path)
     loaded = hf_dsde.SpeculationConfig.from_pretrained(tmp_path)

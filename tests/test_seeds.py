@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, set_seed
 from hf_dsde import SpeculationConfig
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel
 
-COSTS = CostModel({3: BatchCosts(draft_step=0.001, verify=CostCurve((1, 5, 13), (0.005, 0.006, 0.008)))}).to_dict()
+VERIFY = CostCurve((1, 5, 13), (0.005, 0.006, 0.008))
+COSTS = CostModel({3: BatchCosts(CostCurve.line(0.001, 0.001), VERIFY)}).to_dict()
 WEIGHING_COSTS = ("goodput", "marginal_goodput", "auto", "token_budget")
 BLIND_TO_COSTS = ("dsde", "heuristic", "tapout", "adaedl")
 MACHINES = ((5e-3, 1e-4), (5e-3, 1e-2), (1e-3, 2e-2), (2e-2, 1e-5))

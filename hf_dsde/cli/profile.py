@@ -50,11 +50,21 @@ def profile_command(
 
 
 def _table(profiles: list[BatchProfile]) -> Table:
-    table = Table("rows", "draft step", "plain pass", "first accepted", "best length", "predicted", title="Profile")
+    table = Table(
+        "rows",
+        "first draft step",
+        "further one",
+        "plain pass",
+        "first accepted",
+        "best length",
+        "predicted",
+        title="Profile",
+    )
     for profile in profiles:
         table.add_row(
             str(profile.rows),
-            f"{1e3 * profile.costs.draft_step:.2f} ms",
+            f"{1e3 * profile.costs.draft_seconds(1):.2f} ms",
+            f"{1e3 * (profile.costs.draft_seconds(2) - profile.costs.draft_seconds(1)):.2f} ms",
             f"{1e3 * profile.costs.verify.at(1):.2f} ms",
             f"{profile.survival[0]:.0%}",
             str(profile.length),

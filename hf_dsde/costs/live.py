@@ -9,9 +9,11 @@ from hf_dsde.costs.model import BatchCosts, CostCurve, CostModel
 OBSERVED_RATE = 0.1
 """Weight of a new timing in the cost of the width it was taken at."""
 FAR_CHEAPER = 0.8
-"""Below this fraction of what was expected, a timing says that a draft step had been taken for far too dear ..."""
+"""Below this fraction of what was expected, a timing says that drafting had been taken for far too dear ..."""
 FAR_CHEAPER_RATE = 0.5
-"""... and has this weight: no stall makes a step so fast, and a step that is too dear is hardly ever timed again."""
+"""... and has this weight: no stall makes steps so fast, and steps that are too dear are hardly ever timed again."""
+LEAST_VARIANCE = 0.25
+"""Of the lengths of rounds, in steps squared, as if every other round drafted one step more."""
 RESUMED_RATE = 0.5
 """Weight of a new timing in what it takes to draft again: such rounds are few."""
 MAX_EXTRA_STEPS = 2.0
@@ -19,7 +21,8 @@ MAX_EXTRA_STEPS = 2.0
 SHARED_RATE = 0.05
 """Weight of a new timing in the costs of all other widths: as contexts grow, widths that are not used cost more too."""
 LARGEST_RATIO = 1.25
-"""A timing counts as at most this many times what was expected: hosts stall, now and then for a dozen rounds ..."""
+"""A timing counts as at most this many times what was expected, or of what drafting usually takes, by as much more if
+that is longer: hosts stall, now and then for a dozen rounds ..."""
 LEAST_RATIO = 0.5
 """... and as at least this fraction of it."""
 VERSION_TOLERANCE = 0.02
@@ -45,7 +48,9 @@ class LiveCosts:
         self._costs = self._announced = self._first_costs = model.at(rows)
         self._timed_widths = set(self._costs.verify.counts)
         self._by_tokens: dict[int, float] = {}  # seconds of passes of a number of tokens, in more rows than now
-        self._drafted = rows, self._costs.draft_step  # rows and seconds of the last draft step that was timed
+        self._drafted = rows, self._costs.draft  # rows of the last draft steps that were timed, and what was known then
+        self._usual_steps: float | None = None  # a running average over rounds with drafts, ...
+        self._steps_variance = 0.0  # ... and that of the squared distance from it
         self.version = 0
 
     @property
@@ -84,20 +89,24 @@ class LiveCosts:
         learnt = self._costs
         widths = tuple(sorted({*after.verify.counts, *learnt.verify.counts}))
         seconds = tuple(after.verify.at(w) * learnt.verify.at(w) / before.verify.at(w) for w in widths)
-        draft_step = (
-            after.draft_step * learnt.draft_step / before.draft_step if before.draft_step else learnt.draft_step
-        )
-        self._costs = replace(learnt, draft_step=draft_step, verify=CostCurve(widths, seconds))
+        draft = learnt.draft
+        if self._usual_steps is None:
+            draft = after.draft
+        elif draft and before.draft and after.draft:
+            # The shape is what the rounds have shown, and the ratio holds for the steps that they made.
+            draft = draft.scaled(after.draft.at(self._usual_steps) / before.draft.at(self._usual_steps))
+        self._costs = replace(learnt, draft=draft, verify=CostCurve(widths, seconds))
         self._rows = rows
         self._announce()
 
     def _with_fewer_rows(self, rows: int) -> BatchCosts:
-        """The costs if a pass took what one of as many tokens has taken, in whatever rows; a draft step likewise."""
+        """The costs if a pass took what one of as many tokens has taken, in whatever rows; draft steps likewise."""
         widths = self._costs.verify.counts
         verify = CostCurve(widths, tuple(self._pass_seconds(rows * width) for width in widths))
-        drafted_rows, draft_step = self._drafted
-        draft_step *= self._pass_seconds(rows) / self._pass_seconds(drafted_rows)
-        return replace(self._costs, draft_step=draft_step, verify=verify)
+        drafted_rows, draft = self._drafted
+        if draft is not None:
+            draft = draft.scaled(self._pass_seconds(rows) / self._pass_seconds(drafted_rows))
+        return replace(self._costs, draft=draft, verify=verify)
 
     def _pass_seconds(self, tokens: int) -> float:
         """Seconds of a pass of so many tokens, by those that were seen; of fewer, by the slope of the smallest two."""
@@ -125,18 +134,13 @@ class LiveCosts:
         if not self._refresh:
             return
         known = self._costs
-        draft_step, resumption = known.draft_step, known.resumption
-        if draft_steps and not draft_step:
-            draft_step = draft / draft_steps
-        elif draft_steps:
-            ratio = _bounded_ratio(draft / draft_steps, draft_step)
-            if ratio < 1 or not resumed:
-                rate = FAR_CHEAPER_RATE if ratio < FAR_CHEAPER else OBSERVED_RATE
-                draft_step *= 1 + rate * (ratio - 1)
+        drafting, resumption = known.draft, known.resumption
         if draft_steps:
-            self._drafted = self._rows, draft_step
+            drafting = self._drafting_after(draft_steps, draft, resumed)
+            self._drafted = self._rows, drafting
         if draft_steps and resumed:
-            extra = min(max(draft - draft_steps * draft_step, 0.0), MAX_EXTRA_STEPS * known.verify.at(1))
+            expected = drafting.at(draft_steps) if drafting else 0.0
+            extra = min(max(draft - expected, 0.0), MAX_EXTRA_STEPS * known.verify.at(1))
             resumption += (RESUMED_RATE if resumption else 1.0) * (extra - resumption)
         self._timed_widths.add(width)
         expected = known.verify.at(width)
@@ -146,14 +150,44 @@ class LiveCosts:
         overhead = known.overhead + OBSERVED_RATE * (
             min(overhead, MAX_EXTRA_STEPS * known.verify.at(1)) - known.overhead
         )
-        self._costs = BatchCosts(draft_step, curve, overhead, resumption)
+        self._costs = BatchCosts(drafting, curve, overhead, resumption)
         if self._moved():
             self._announce()
+
+    def _drafting_after(self, steps: int, seconds: float, resumed: bool) -> CostCurve | None:
+        """What drafting costs, after a timing of some steps.
+
+        It has a part that all rounds with drafts pay, and one that each step pays. A timing says what their sum is at
+        its number of steps, and moves both there as least squares over the last rounds would: those whose lengths are
+        spread tell what a further step costs. Where all draft the same nothing does, and it stays what it was measured
+        to be, while the common part takes up what differs.
+        """
+        known = self._costs.draft
+        if known is None:
+            self._usual_steps = steps
+            return CostCurve.line(seconds / steps, seconds / steps) if seconds > 0 else None
+        usual = steps if self._usual_steps is None else self._usual_steps
+        expected, common = known.at(steps), known.at(usual)
+        if resumed and seconds >= expected:
+            return known
+        rate = FAR_CHEAPER_RATE if seconds < FAR_CHEAPER * expected else OBSERVED_RATE
+        longest = expected + (LARGEST_RATIO - 1) * max(expected, common)
+        change = rate * (min(max(seconds, LEAST_RATIO * expected), longest) - expected)
+        distance = steps - usual
+        weight = change / (distance**2 + max(self._steps_variance, LEAST_VARIANCE))
+        further = known.slope + weight * distance
+        common += change - weight * distance**2
+        further = min(max(further, 0.0), common / usual)  # neither part is negative
+        self._usual_steps = usual + OBSERVED_RATE * distance
+        self._steps_variance += OBSERVED_RATE * (distance**2 - self._steps_variance)
+        return CostCurve.line(common - (usual - 1) * further, further)
 
     def _moved(self) -> bool:
         then, now = self._announced, self._costs
         widths = {*then.verify.counts, *now.verify.counts}
-        pairs = [(then.draft_step, now.draft_step), *((then.verify.at(w), now.verify.at(w)) for w in widths)]
+        steps = {count for curve in (then.draft, now.draft) if curve for count in curve.counts}
+        pairs = [(then.draft_seconds(k), now.draft_seconds(k)) for k in steps]
+        pairs += [(then.verify.at(w), now.verify.at(w)) for w in widths]
         extra = abs(now.overhead - then.overhead) + abs(now.resumption - then.resumption)
         return extra / now.verify.at(1) > VERSION_TOLERANCE or any(abs(b - a) > VERSION_TOLERANCE * a for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""What a round costs: seconds of a draft step and of a verification pass, by the batch that they run for.
+"""What a round costs: seconds of its draft steps and of its verification pass, by the batch that they run for.
 
 Measured, given or loaded; it does not change. Nothing here touches a model or a tensor.
 """
@@ -6,6 +6,7 @@ Measured, given or loaded; it does not change. Nothing here touches a model or a
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,12 +14,16 @@ from typing import Any
 
 from hf_dsde.utils.checks import check_integer, check_number
 
+LINE_COUNTS = (1, 8)
+"""Where a straight curve has its points."""
+
 
 @dataclass(frozen=True)
 class CostCurve:
     """Seconds as a function of a count, piecewise linear between measured points.
 
-    Below the first point a curve is flat; beyond the last it continues with the slope of the last two.
+    Below the first point a curve is flat, down to 0, which takes no time; beyond the last it continues with the slope
+    of the last two.
 
     Attributes:
         counts: Where it was measured, ascending.
@@ -46,12 +51,33 @@ class CostCurve:
         if any(a >= b for a, b in pairwise(self.counts)):
             raise ValueError(f"`counts` is {self.counts}, but ascending counts are needed.")
 
-    def at(self, count: int) -> float:
-        """Seconds at a count."""
+    @classmethod
+    def line(cls, first: float, further: float) -> CostCurve:
+        """A straight curve.
+
+        Args:
+            first: Seconds at 1, more than 0.
+            further: Seconds that each count beyond 1 adds, at least 0.
+        """
+        low, high = LINE_COUNTS
+        return cls(LINE_COUNTS, (first, first + (high - low) * further))
+
+    @property
+    def slope(self) -> float:
+        """Seconds that a further count adds, on the way from the first point to the last; 0 if there is one only."""
+        rise, run = self.seconds[-1] - self.seconds[0], self.counts[-1] - self.counts[0]
+        return rise / run if run else 0.0
+
+    def at(self, count: float) -> float:
+        """Seconds at a count, which may be an average of counts."""
         counts, seconds = self.counts, self.seconds
+        if count <= 0:
+            return 0.0
         if count <= counts[0] or len(counts) == 1:
             return seconds[0]
-        right = next((i for i, known in enumerate(counts) if known >= count), len(counts) - 1)
+        right = min(bisect_left(counts, count), len(counts) - 1)
+        if count == counts[right]:
+            return seconds[right]
         share = (count - counts[right - 1]) / (counts[right] - counts[right - 1])
         value = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
         # Noise can make the last slope negative; a wider pass is never taken to be cheaper for that.
@@ -72,27 +98,39 @@ class BatchCosts:
     """Costs of the passes of one batch size.
 
     Attributes:
-        draft_step: Seconds of one draft step; 0 where drafts are free, or not timed yet.
+        draft: Seconds of all draft steps of a round, by their number; None where drafts are free, or not timed yet.
+            Given at a single number of steps, they are shared equally, and further ones cost as much.
         verify: Seconds of the target's pass, by columns per row.
         overhead: Extra seconds of a round, beyond both.
         resumption: Extra seconds of the first round with drafts after rounds without, in which the draft reads the
             tokens that it missed; 0 until it has been seen.
     """
 
-    draft_step: float
+    draft: CostCurve | None
     verify: CostCurve
     overhead: float = 0.0
     resumption: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_number("draft_step", self.draft_step, 0.0)
+        if not isinstance(self.draft, CostCurve | None):
+            raise TypeError(
+                f"`draft` is {self.draft!r}, but a curve over draft steps is needed, or None. Steps that all cost the "
+                "same are `CostCurve.line(seconds, seconds)`."
+            )
+        if self.draft is not None and len(self.draft.counts) == 1:
+            step = self.draft.seconds[0] / self.draft.counts[0]
+            object.__setattr__(self, "draft", CostCurve.line(step, step))
         check_number("overhead", self.overhead, 0.0)
         check_number("resumption", self.resumption, 0.0)
 
+    def draft_seconds(self, steps: int) -> float:
+        """Seconds of a round's draft steps; none take no time."""
+        return 0.0 if self.draft is None else self.draft.at(steps)
+
     def round_seconds(self, draft_steps: int) -> float:
         """Seconds of a round in which every row drafts `draft_steps` tokens."""
-        return draft_steps * self.draft_step + self.verify.at(draft_steps + 1) + self.overhead
+        return self.draft_seconds(draft_steps) + self.verify.at(draft_steps + 1) + self.overhead
 
 
 @dataclass(frozen=True)
@@ -136,8 +174,8 @@ class CostModel:
         """All values as JSON holds them."""
         return {
             str(rows): {
-                "draft_step": costs.draft_step,
-                "verify": {str(c): s for c, s in zip(costs.verify.counts, costs.verify.seconds, strict=True)},
+                "draft": {} if costs.draft is None else _points(costs.draft),
+                "verify": _points(costs.verify),
                 "overhead": costs.overhead,
                 "resumption": costs.resumption,
             }
@@ -146,7 +184,7 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
-        """The model that `to_dict` described.
+        """The model that `to_dict` described. `"draft_step": seconds` may stand for drafts whose steps cost the same.
 
         Raises:
             ValueError: If it is no such description.
@@ -154,7 +192,7 @@ class CostModel:
         try:
             batches = {
                 int(rows): BatchCosts(
-                    draft_step=costs["draft_step"],
+                    draft=_equal_steps(costs["draft_step"]) if "draft_step" in costs else _draft_curve(costs["draft"]),
                     verify=_curve(costs["verify"]),
                     overhead=costs.get("overhead", 0.0),
                     resumption=costs.get("resumption", 0.0),
@@ -164,7 +202,8 @@ class CostModel:
         except (AttributeError, KeyError, TypeError, ValueError) as failure:
             raise ValueError(
                 f"{_shortened(values)} describes no costs ({failure!r}). Expected, by number of rows: "
-                '{"8": {"draft_step": seconds, "verify": {"1": seconds, "5": seconds}, "overhead": seconds}}.'
+                '{"8": {"draft": {"1": seconds, "4": seconds}, "verify": {"1": seconds, "5": seconds}, "overhead": '
+                "seconds}}; the draft's seconds are those of all steps of a round."
             ) from failure
         return cls(batches)
 
@@ -178,21 +217,35 @@ class CostModel:
             rows: The batch size they hold for.
         """
         curve = CostCurve(tuple(range(1, len(verify) + 1)), tuple(verify))
-        return cls({rows: BatchCosts(draft_cost, curve)})
+        return cls({rows: BatchCosts(_equal_steps(draft_cost), curve)})
 
 
 def _between(low: BatchCosts, high: BatchCosts, share: float) -> BatchCosts:
     def mean(a: float, b: float) -> float:
         return a + share * (b - a)
 
-    widths = sorted({*low.verify.counts, *high.verify.counts})
-    curve = CostCurve(tuple(widths), tuple(mean(low.verify.at(w), high.verify.at(w)) for w in widths))
+    def curve(a: CostCurve, b: CostCurve) -> CostCurve:
+        counts = tuple(sorted({*a.counts, *b.counts}))
+        return CostCurve(counts, tuple(mean(a.at(count), b.at(count)) for count in counts))
+
     return BatchCosts(
-        mean(low.draft_step, high.draft_step),
-        curve,
+        curve(low.draft, high.draft) if low.draft and high.draft else low.draft or high.draft,
+        curve(low.verify, high.verify),
         mean(low.overhead, high.overhead),
         mean(low.resumption, high.resumption),
     )
+
+
+def _equal_steps(seconds: float) -> CostCurve | None:
+    return CostCurve.line(seconds, seconds) if check_number("draft_step", seconds, 0.0) else None
+
+
+def _draft_curve(points: Mapping[str, float]) -> CostCurve | None:
+    return _curve(points) if points else None
+
+
+def _points(curve: CostCurve) -> dict[str, float]:
+    return {str(count): seconds for count, seconds in zip(curve.counts, curve.seconds, strict=True)}
 
 
 def _curve(points: Mapping[str, float]) -> CostCurve:

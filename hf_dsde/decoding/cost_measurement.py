@@ -97,11 +97,12 @@ def measure_costs(target: ModelRunner, drafter: Drafter, max_draft_length: int, 
         longest: Tokens in the longest row's cache.
 
     Returns:
-        Seconds per pass. What a round costs in addition is learnt from rounds.
+        Seconds per pass. What a round costs in addition, and its draft steps together, is learnt from rounds.
     """
     widths = [width for width in MEASURED_WIDTHS if width <= max_draft_length + 1]
     verify = CostCurve(tuple(widths), tuple(pass_seconds(target, width, longest) for width in widths))
-    return BatchCosts(draft_step=drafter.step_seconds(longest), verify=verify)
+    step = drafter.step_seconds(longest)
+    return BatchCosts(CostCurve.line(step, step) if step else None, verify)
 
 
 def live_costs(target: ModelRunner, drafter: Drafter, config: SpeculationConfig, longest: int) -> LiveCosts:

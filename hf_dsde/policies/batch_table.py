@@ -146,7 +146,7 @@ def best_length(survival: Sequence[float], costs: BatchCosts) -> int:
 
     `l(s)` is the number of tokens that a row gains in a round, the correction or bonus token included: 1 plus the
     chances that the first 1, 2, ... s tokens are accepted. `t_L` is the cost of the target's pass, with what a round
-    costs in addition, and `t_S` that of a draft step.
+    costs in addition, and `t_S` that of a draft step; here, `s t_S` is what s draft steps of a round cost together.
 
     Args:
         survival: Chance that the first j draft tokens are all accepted, j = 1, 2, ...; in [0, 1] and not rising.

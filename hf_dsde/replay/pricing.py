@@ -87,14 +87,17 @@ class CostSetting:
     def prices(self, rows: int, max_draft_length: int) -> RoundPrices:
         """Prices for a batch of `rows` rows that draft up to `max_draft_length` tokens."""
         tokens = np.arange(rows, rows * (max_draft_length + 1) + 1)
+        steps = np.arange(max_draft_length + 1)
         if isinstance(self.costs, LinearCosts):
-            return RoundPrices(rows, self.costs.draft_step, 0.0, self.costs.verify(tokens, rows), self.packed)
+            draft = self.costs.draft_step * steps.astype(np.float64)
+            return RoundPrices(rows, draft, 0.0, self.costs.verify(tokens, rows), self.packed)
         costs = self.costs.at(rows)
         plain = costs.verify.at(1) + costs.overhead
         columns = np.arange(1, max_draft_length + 2)
         # A packed pass has a fractional number of columns per row; the curve is linear between whole ones.
         verify = np.interp(tokens / rows, columns, [costs.verify.at(int(column)) for column in columns]) / plain
-        return RoundPrices(rows, costs.draft_step / plain, costs.overhead / plain, verify, self.packed)
+        draft = np.array([costs.draft_seconds(int(count)) for count in steps]) / plain
+        return RoundPrices(rows, draft, costs.overhead / plain, verify, self.packed)
 
     def to_dict(self) -> dict[str, Any]:
         """All values as JSON holds them."""
@@ -110,14 +113,14 @@ class RoundPrices:
 
     Attributes:
         rows: Rows of the batch.
-        draft_step: One draft step.
+        draft: 0, 1, ... draft steps.
         overhead: What a round costs in addition.
         verify: A pass of `rows`, `rows + 1`, ... tokens.
         packed: Whether a pass pays for each row's own tokens instead of the longest row's.
     """
 
     rows: int
-    draft_step: float
+    draft: NDArray[np.float64]
     overhead: float
     verify: NDArray[np.float64]
     packed: bool
@@ -133,11 +136,15 @@ class RoundPrices:
             Shape `[rounds]`, float64, plain steps.
         """
         further = drafted if self.packed else self.rows * steps
-        return self.draft_step * steps + self.overhead + self.verify[further]
+        return self.draft[steps] + self.overhead + self.verify[further]
 
     def live(self, max_draft_length: int) -> LiveCosts:
         """The same prices as a policy sees them, which never change on the way."""
         columns = range(1, max_draft_length + 2)
-        curve = CostCurve(tuple(columns), tuple(float(self.verify[self.rows * (column - 1)]) for column in columns))
-        model = CostModel({self.rows: BatchCosts(self.draft_step, curve, self.overhead)})
+        verify = CostCurve(tuple(columns), tuple(float(self.verify[self.rows * (column - 1)]) for column in columns))
+        steps = range(1, max_draft_length + 1)
+        draft = (
+            CostCurve(tuple(steps), tuple(float(self.draft[count]) for count in steps)) if self.draft.any() else None
+        )
+        model = CostModel({self.rows: BatchCosts(draft, verify, self.overhead)})
         return LiveCosts(model, self.rows, refresh=False)

@@ -250,7 +250,7 @@ class _Oracle:
             behind = np.append(0, counts.cumsum())
             totals = np.arange(behind[-1] + 1)
             gained = np.interp(totals, behind, np.append(0.0, (counts * worth[order]).cumsum()))
-            net = gained - self._prices.draft_step * steps - self._prices.verify[totals]
+            net = gained - self._prices.draft[steps] - self._prices.verify[totals]
             if net.max() > best:
                 best = net.max()
                 chosen[order] = np.clip(int(net.argmax()) - behind[:-1], 0, counts)

@@ -276,7 +276,7 @@ class Replay:
     def _timed(self, steps: int, drafted: int) -> PhaseTimes:
         assert self._prices is not None
         total = float(self._prices.rounds(np.array([steps]), np.array([drafted]))[0])
-        draft = self._prices.draft_step * steps
+        draft = float(self._prices.draft[steps])
         return PhaseTimes(draft, total - draft - self._prices.overhead, self._prices.overhead)
 
     def _refill(self, ended: np.typing.NDArray[np.bool_]) -> None:

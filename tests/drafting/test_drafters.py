@@ -285,8 +285,8 @@ def test_a_generator_that_needs_the_targets_hidden_states_is_refused() -> None:
 
 def test_costs_of_a_drafter_are_learnt_from_its_rounds() -> None:
     """A drafter without a model costs nothing until a round has shown what it costs."""
-    live = LiveCosts(CostModel({4: BatchCosts(0.0, CostCurve((1, 2, 5), (1.0, 1.1, 1.4)))}), 4)
+    live = LiveCosts(CostModel({4: BatchCosts(None, CostCurve((1, 2, 5), (1.0, 1.1, 1.4)))}), 4)
     live.observe(draft_steps=2, width=3, draft=0.5, verify=1.2, overhead=0.0)
-    assert live.current.draft_step == 0.25
+    assert [live.current.draft_seconds(steps) for steps in range(4)] == pytest.approx([0, 0.25, 0.5, 0.75])
     live.set_rows(2)
-    assert live.current.draft_step > 0
+    assert live.current.draft_seconds(1) > 0

@@ -35,6 +35,19 @@ def test_a_curve_is_linear_between_its_points_flat_before_and_goes_on_after() ->
     assert [curve.at(count) for count in (1, 3, 5, 6, 9, 11)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 4.0, 5.0])
     assert CostCurve((4, 8), (1.0, 2.0)).at(1) == 1.0
     assert CostCurve((4,), (1.0,)).at(100) == 1.0
+    assert curve.at(0) == 0.0
+
+
+def test_a_curve_is_exact_at_its_points() -> None:
+    seconds = (0.1, 0.30000000000000004, 0.7)
+    assert tuple(CostCurve((1, 2, 5), seconds).at(count) for count in (1, 2, 5)) == seconds
+
+
+def test_a_straight_curve_has_a_first_count_and_further_ones() -> None:
+    line = CostCurve.line(0.5, 0.1)
+    assert [line.at(count) for count in (0, 1, 2, 2.5, 20)] == pytest.approx([0.0, 0.5, 0.6, 0.65, 2.4])
+    assert line.slope == pytest.approx(0.1)
+    assert CostCurve((4,), (1.0,)).slope == 0.0
 
 
 def test_noise_in_the_last_points_makes_no_wider_pass_cheaper() -> None:
@@ -50,21 +63,33 @@ def test_points_that_make_no_curve_are_refused(counts: tuple[int, ...], seconds:
 
 
 def test_a_round_costs_its_draft_steps_its_pass_and_what_comes_in_addition() -> None:
-    costs = BatchCosts(0.25, CostCurve((1, 5), (1.0, 1.4)), overhead=0.1)
+    costs = BatchCosts(CostCurve((1, 5), (0.4, 0.8)), CostCurve((1, 5), (1.0, 1.4)), overhead=0.1)
     assert costs.round_seconds(0) == pytest.approx(1.1)
-    assert costs.round_seconds(4) == pytest.approx(4 * 0.25 + 1.4 + 0.1)
+    assert costs.round_seconds(1) == pytest.approx(0.4 + 1.1 + 0.1)
+    assert costs.round_seconds(4) == pytest.approx(0.7 + 1.4 + 0.1)
+    assert BatchCosts(None, costs.verify).round_seconds(4) == pytest.approx(1.4)
+
+
+def test_drafts_of_one_known_length_have_equal_steps() -> None:
+    costs = BatchCosts(CostCurve((4,), (0.8,)), CostCurve((1,), (1.0,)))
+    assert [costs.draft_seconds(steps) for steps in (0, 1, 4, 10)] == pytest.approx([0.0, 0.2, 0.8, 2.0])
+
+
+def test_a_number_is_no_curve() -> None:
+    with pytest.raises(TypeError, match=r"`draft` is 0\.25.*CostCurve\.line"):
+        BatchCosts(0.25, CostCurve((1,), (1.0,)))  # type: ignore[arg-type]
 
 
 def two_batches() -> CostModel:
-    small = BatchCosts(0.1, CostCurve((1, 5), (1.0, 1.2)))
-    large = BatchCosts(0.3, CostCurve((1, 3), (2.0, 3.0)), overhead=0.4, resumption=0.6)
+    small = BatchCosts(CostCurve.line(0.1, 0.1), CostCurve((1, 5), (1.0, 1.2)))
+    large = BatchCosts(CostCurve((1, 3), (0.3, 0.9)), CostCurve((1, 3), (2.0, 3.0)), overhead=0.4, resumption=0.6)
     return CostModel({8: large, 4: small})
 
 
 def test_batch_sizes_in_between_are_interpolated_and_others_take_the_nearest() -> None:
     model = two_batches()
     middle = model.at(6)
-    assert middle.draft_step == pytest.approx(0.2)
+    assert [middle.draft_seconds(steps) for steps in range(4)] == pytest.approx([0.0, 0.2, 0.4, 0.6])
     assert middle.verify.at(1) == pytest.approx(1.5)
     assert middle.verify.at(3) == pytest.approx((1.1 + 3.0) / 2)
     assert middle.overhead == pytest.approx(0.2)
@@ -83,7 +108,42 @@ def test_costs_survive_json_also_inside_a_config(tmp_path) -> None:
     assert loaded.cost_model == model
 
 
-@pytest.mark.parametrize("broken", [{}, {"8": {}}, {"8": 3}, {"x": {"draft_step": 1.0, "verify": {"1": 1.0}}}, [1]])
+def test_one_number_per_draft_step_is_read_as_a_curve() -> None:
+    verify = {"1": 1.0, "5": 1.4}
+    read = CostModel.from_dict({"4": {"draft_step": 0.1, "verify": verify}, "8": {"draft_step": 0, "verify": verify}})
+    assert [read.at(4).draft_seconds(steps) for steps in (0, 1, 2, 12)] == pytest.approx([0.0, 0.1, 0.2, 1.2])
+    assert read.at(8).draft is None
+    assert CostModel.from_dict(json.loads(json.dumps(read.to_dict()))) == read
+    config = hf_dsde.SpeculationConfig("static", costs={"4": {"draft_step": 0.1, "verify": verify}})
+    assert config.costs is not None
+    assert set(config.costs["4"]) == {"draft", "verify", "overhead", "resumption"}
+    curve = CostModel.from_dict({"4": {"draft": {"4": 0.7, "1": 0.4}, "verify": verify}}).at(4)
+    assert [curve.draft_seconds(steps) for steps in (0, 1, 2, 6)] == pytest.approx([0.0, 0.4, 0.5, 0.9])
+
+
+def test_of_two_batches_one_of_which_has_no_timed_drafts_the_other_ones_count() -> None:
+    known = CostCurve.line(0.3, 0.1)
+    verify = CostCurve((1,), (1.0,))
+    for pair in ((known, None), (None, known)):
+        model = CostModel({rows: BatchCosts(draft, verify) for rows, draft in zip((2, 6), pair, strict=True)})
+        assert model.at(4).draft == known
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        {"8": {}},
+        {"8": 3},
+        {"x": {"draft_step": 1.0, "verify": {"1": 1.0}}},
+        {"8": {"draft_step": -1.0, "verify": {"1": 1.0}}},
+        {"8": {"draft": 1.0, "verify": {"1": 1.0}}},
+        {"8": {"draft": {"0": 1.0}, "verify": {"1": 1.0}}},
+        {"8": {"draft": {"1": -1.0}, "verify": {"1": 1.0}}},
+        {"8": {"verify": {"1": 1.0}}},
+        [1],
+    ],
+)
 def test_a_config_refuses_what_describes_no_costs(broken) -> None:
     with pytest.raises(ValueError, match="costs"):
         hf_dsde.SpeculationConfig("static", costs=broken)
@@ -93,7 +153,7 @@ def test_live_costs_follow_timings_and_say_so() -> None:
     live = LiveCosts(CostModel.relative(0.1, [1.0, 1.1, 1.2]), rows=1)
     for _ in range(200):
         live.observe(draft_steps=2, width=3, draft=0.3, verify=1.8, overhead=0.05)
-    assert live.current.draft_step == pytest.approx(0.15, rel=0.01)
+    assert live.current.draft_seconds(2) == pytest.approx(0.3, rel=0.01)
     assert live.current.verify.at(3) == pytest.approx(1.8, rel=0.01)
     assert live.current.overhead == pytest.approx(0.05, rel=0.01)
     # The other widths moved along: whatever made this one dearer, it is not this one's alone.
@@ -105,7 +165,7 @@ def test_a_stall_moves_a_cost_no_further_than_a_timing_a_quarter_longer() -> Non
     stalled, longer = (LiveCosts(CostModel.relative(0.1, [1.0, 1.1]), rows=1) for _ in range(2))
     stalled.observe(draft_steps=1, width=2, draft=30.0, verify=500.0, overhead=100.0)
     longer.observe(draft_steps=1, width=2, draft=0.125, verify=1.1 * 1.25, overhead=2.0)
-    assert stalled.current.draft_step == pytest.approx(longer.current.draft_step)
+    assert stalled.current.draft == longer.current.draft
     assert stalled.current.verify.at(1) == pytest.approx(longer.current.verify.at(1))
     assert stalled.current.verify.at(2) == pytest.approx(longer.current.verify.at(2))
     assert stalled.current.overhead == pytest.approx(longer.current.overhead)
@@ -117,7 +177,7 @@ def test_a_host_that_stalls_now_and_then_changes_little() -> None:
         slower = 20.0 if number % 5 == 0 else 1.0
         live.observe(draft_steps=2, width=3, draft=0.6 * slower, verify=1.04 * slower, overhead=0.02 * slower)
     assert live.current.round_seconds(0) == pytest.approx(1.0, rel=0.2)
-    assert live.current.draft_step == pytest.approx(0.3, rel=0.1)
+    assert live.current.draft_seconds(2) == pytest.approx(0.6, rel=0.1)
 
 
 def test_probes_show_that_a_draft_step_was_taken_for_too_dear() -> None:
@@ -125,14 +185,14 @@ def test_probes_show_that_a_draft_step_was_taken_for_too_dear() -> None:
     live = LiveCosts(CostModel.relative(0.9, [1.0, 1.02]), rows=1)
     for _ in range(5):
         live.observe(draft_steps=1, width=2, draft=0.4, verify=1.02, overhead=0.0, resumed=True)
-    assert live.current.draft_step == pytest.approx(0.4, rel=0.2)
+    assert live.current.draft_seconds(1) == pytest.approx(0.4, rel=0.2)
     assert live.current.resumption < 0.05
 
 
 def test_drafting_again_has_a_price_of_its_own() -> None:
     live = LiveCosts(CostModel.relative(0.1, [1.0, 1.1]), rows=1)
     live.observe(draft_steps=1, width=2, draft=2.1, verify=1.1, overhead=0.0, resumed=True)
-    assert live.current.draft_step == 0.1, "a draft step is not what took so long"
+    assert live.current.draft_seconds(1) == 0.1, "a draft step is not what took so long"
     assert live.current.resumption == pytest.approx(2.0)
     assert live.version == 1
     live.observe(draft_steps=2, width=3, draft=1.2, verify=1.2, overhead=0.0, resumed=True)
@@ -164,7 +224,7 @@ def test_what_was_learnt_carries_over_to_a_smaller_batch() -> None:
     assert live.learnt == CostModel({8: whole})
     assert live.rows == 4
     # One timing, taken for half of what was expected, has moved the draft step by a quarter, and the pass by 5 %.
-    assert live.current.draft_step == pytest.approx(0.75 * 0.2, rel=0.01)
+    assert live.current.draft_seconds(1) == pytest.approx(0.75 * 0.2, rel=0.01)
     assert live.current.verify.at(3) == pytest.approx(0.95 * 2 * 1.1, rel=0.02)
 
 
@@ -174,7 +234,9 @@ def test_whatever_is_observed_costs_stay_positive_and_finite(timings: list[tuple
     for steps, draft, verify in timings:
         live.observe(draft_steps=steps, width=steps + 1, draft=draft, verify=verify, overhead=0.0)
     current = live.current
-    assert 0 < current.draft_step < 1e9
+    by_steps = [current.draft_seconds(steps) for steps in range(1, 20)]
+    assert all(0 < seconds < 1e9 for seconds in by_steps)
+    assert by_steps == sorted(by_steps)
     assert all(0 < current.verify.at(width) < 1e9 for width in range(1, 20))
 
 
@@ -296,12 +358,12 @@ def test_a_batch_that_shrinks_finds_out_that_wider_passes_have_become_cheap() ->
         return max(5.0, 0.035 * tokens) + 0.001 * tokens
 
     curve = CostCurve((1, 2, 3), tuple(seconds(256 * width) for width in (1, 2, 3)))
-    live = LiveCosts(CostModel({256: BatchCosts(2.5, curve)}), 256)
+    live = LiveCosts(CostModel({256: BatchCosts(CostCurve.line(2.5, 2.5), curve)}), 256)
     for rows in (256, 128, 64, 32, 16):
         live.set_rows(rows)
         for _ in range(40):
             live.observe(draft_steps=0, width=1, draft=0.0, verify=seconds(rows), overhead=0.0)
     for width in (1, 2, 3):
         assert live.current.verify.at(width) == pytest.approx(seconds(16 * width), rel=0.15)
-    assert live.current.draft_step == pytest.approx(2.5 * seconds(16) / seconds(256), rel=0.1)
+    assert live.current.draft_seconds(3) == pytest.approx(7.5 * seconds(16) / seconds(256), rel=0.1)
     assert live.learnt.batches[256].verify.at(2) == pytest.approx(seconds(512), rel=0.05)

@@ -69,6 +69,8 @@ class Simulation:
             the same.
         greedy: Labels are 0 or 1 if True, the acceptance probability itself otherwise.
         resumption: What the costs say of drafting after rounds without drafts.
+        fixed: What drafting costs in addition in a round with drafts, in plain steps.
+        believed: What a draft step is thought to cost at first, if that has to be learnt from the rounds.
     """
 
     def __init__(
@@ -79,10 +81,16 @@ class Simulation:
         seed: int = 0,
         greedy: bool = True,
         resumption: float = 0.0,
+        fixed: float = 0.0,
+        believed: float | None = None,
     ) -> None:
         self._policy, self._rows, self._draft_cost, self._greedy = policy, rows, draft_cost, greedy
+        self._fixed = fixed
         self._generator = torch.Generator().manual_seed(seed)
-        policy.start(batch_with_costs(rows, draft_cost, resumption=resumption, refresh=False))
+        known = draft_cost if believed is None else believed
+        batch = batch_with_costs(rows, known, resumption=resumption, refresh=believed is not None)
+        self._costs = batch.costs
+        policy.start(batch)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self._generator)
@@ -112,6 +120,9 @@ class Simulation:
                 drafting = drafting & ~stops
         accepted = torch.minimum(hits.long().cumprod(1).sum(1), drafted)
         labels = hits.float() if self._greedy else acceptance
+        draft = self._draft_cost * steps + self._fixed * (steps > 0)
+        assert self._costs is not None
+        self._costs.observe(draft_steps=steps, width=steps + 1, draft=draft, verify=VERIFY[steps], overhead=0.0)
         self._policy.observe(
             RoundOutcome(
                 drafted=drafted,
@@ -123,5 +134,5 @@ class Simulation:
             )
         )
         played.lengths.append(steps)
-        played.times.append(steps * self._draft_cost + VERIFY[steps])
+        played.times.append(draft + VERIFY[steps])
         played.tokens.append(int((accepted + 1).sum()))

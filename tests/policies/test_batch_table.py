@@ -147,7 +147,8 @@ class TestSurvival:
 
 
 def costs(draft_step: float, verify: list[float], overhead: float = 0.0) -> BatchCosts:
-    return BatchCosts(draft_step, CostCurve(tuple(range(1, len(verify) + 1)), tuple(verify)), overhead)
+    draft = CostCurve.line(draft_step, draft_step) if draft_step else None
+    return BatchCosts(draft, CostCurve(tuple(range(1, len(verify) + 1)), tuple(verify)), overhead)
 
 
 class TestBestLength:

@@ -172,15 +172,16 @@ def test_a_probe_drafts_one_token_in_the_first_rows_that_go_on() -> None:
 
 def test_changed_costs_change_the_length() -> None:
     policy = GoodputPolicy(initial_acceptance=0.8, decay=1.0)
-    info = batch(2, 0.05)
+    info, lengths = batch(2, 0.2), []
     policy.start(info)
-    before = int(policy.draft_lengths()[0])
     assert info.costs is not None
-    for _ in range(100):
-        info.costs.observe(draft_steps=4, width=5, draft=4 * 0.9, verify=CHEAP[4], overhead=0.0)
-    policy.observe(outcome([0, 0], [0, 0]))
-    assert before > 3
-    assert int(policy.draft_lengths()[0]) < before
+    for _ in range(160):
+        steps = int(policy.draft_lengths().max())
+        info.costs.observe(draft_steps=steps, width=steps + 1, draft=0.9 * steps, verify=CHEAP[steps], overhead=0.0)
+        policy.observe(outcome([0, 0], [0, 0]))
+        lengths.append(steps)
+    assert lengths[0] > 2
+    assert sum(lengths[100:]) / 60 < 0.2, "probes at most"
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -219,7 +220,8 @@ def job(policy: StoppingPolicy, limits: list[int], seed: int) -> tuple[float, li
     rows, generator = len(limits), torch.Generator().manual_seed(seed)
     widths = (1, 2, 3, 5, 9, 13)
     verify = CostCurve(widths, tuple(pass_milliseconds(rows * width) for width in widths))
-    costs = LiveCosts(CostModel({rows: BatchCosts(0.3 * pass_milliseconds(rows), verify)}), rows)
+    step = 0.3 * pass_milliseconds(rows)
+    costs = LiveCosts(CostModel({rows: BatchCosts(CostCurve.line(step, step), verify)}), rows)
     policy.start(BatchInfo(rows, torch.device("cpu"), 50, 8, max(limits), costs))
     left, total, seen, plain_rounds = torch.tensor(limits), 0.0, [], 0
     while bool((left > 0).any()):

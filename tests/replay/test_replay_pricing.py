@@ -54,7 +54,7 @@ class TestFormula:
     def test_policies_see_the_same_prices(self) -> None:
         costs = CostSetting.linear(0.1, slope=0.05, ridge=6, packed=True).prices(4, 3).live(3)
         assert costs.rows == 4
-        assert costs.current.draft_step == 0.1
+        assert [costs.current.draft_seconds(steps) for steps in range(4)] == pytest.approx([0, 0.1, 0.2, 0.3])
         assert [costs.current.verify.at(width) for width in (1, 2, 3, 4)] == pytest.approx(
             [1, 1.05 + 2 / 6, 1.1 + 1, 1.15 + 10 / 6]
         )
@@ -72,7 +72,9 @@ class TestFormula:
 
 
 class TestMeasured:
-    MODEL = CostModel({4: BatchCosts(0.002, CostCurve((1, 2, 4), (0.018, 0.020, 0.030)), overhead=0.002)})
+    MODEL = CostModel(
+        {4: BatchCosts(CostCurve((1, 2), (0.002, 0.004)), CostCurve((1, 2, 4), (0.018, 0.020, 0.030)), overhead=0.002)}
+    )
 
     def setting(self, tmp_path, packed: bool = False) -> CostSetting:
         file = tmp_path / "h100.json"

@@ -141,7 +141,7 @@ class TestContract:
         costs = policy.batch.costs
         assert costs is not None
         assert costs.rows == 2
-        assert costs.current.draft_step == pytest.approx(0.2)
+        assert costs.current.draft_seconds(3) == pytest.approx(0.6)
         assert costs.current.verify.at(5) == pytest.approx(1 + 0.025 * 4 + (10 - 4) / 4)
         assert policy.outcomes[0].timings is None
         times = policy.outcomes[1].timings
