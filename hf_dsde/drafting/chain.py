@@ -154,6 +154,7 @@ class ChainDrafter(Drafter):
         self._device = self._runner.device
         self._tuning = tuning_of(self._device)
         self._vocabulary_size = call.vocabulary_size
+        self._last_id = self.model.config.get_text_config(decoder=True).vocab_size - 1
         # The draft samples through the call's processors, as it should resemble the target.
         self._process = call.process if self._device == sequences.device else call.process.on(self._device)
         self._context = compat.context_length(self.model)
@@ -335,6 +336,10 @@ class ChainDrafter(Drafter):
         if not all(fits):
             block = _only(block, upload(fits, block.positions.device))
         return self._runner.forward(block, max(lengths[row] for row in rows), keep=1)
+
+    def _clamp_to_vocabulary(self, tokens: Tensor) -> Tensor:
+        """Map ids that the draft has no embedding of to its last id. That costs acceptance, never exactness."""
+        return tokens if self._last_id + 1 >= self._vocabulary_size else tokens.clamp_max(self._last_id)
 
     def _stage(
         self, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor, before: PassOutput

@@ -77,7 +77,6 @@ class HeadDrafter(ChainDrafter):
         size = self.model.config.hidden_size
         self._ring = torch.zeros(call.sequences.rows, self._size, size, dtype=self.model.dtype, device=self._device)
         self._rows = torch.arange(call.sequences.rows, device=self._device)[:, None]
-        self._last_id = self.model.config.vocab_size - 1
         self._proposed = 0
 
     def finish(self) -> None:
@@ -115,8 +114,8 @@ class HeadDrafter(ChainDrafter):
     def accept(self, verified: VerifiedBlock, hidden: tuple[Tensor, ...]) -> None:  # noqa: ARG002
         """Put the states of a round into the ring."""
         states = self._states(hidden)
-        first = self.call.sequences.lengths.to(self._device)[:, None] - 1
-        positions = first + torch.arange(states.shape[1], device=self._device)
+        ends = self.call.sequences.lengths.to(self._device)[:, None]
+        positions = ends + torch.arange(-1, states.shape[1] - 1, device=self._device)
         self._ring[self._rows, positions % self._size] = states
 
     def get_candidates(  # type: ignore[override] # as in `Drafter`
@@ -183,10 +182,6 @@ class HeadDrafter(ChainDrafter):
         """The target's hidden states, brought to the head's width, `[..., H]`, of its dtype."""
         states: Tensor = self._head.project([layer.to(self._device) for layer in hidden])
         return states.to(self._ring.dtype)
-
-    def _clamp_to_vocabulary(self, tokens: Tensor) -> Tensor:
-        """Map ids that the head has no embedding of to its last id. That costs acceptance, never exactness."""
-        return tokens.clamp_max(self._last_id)
 
     def _align(self, logits: Tensor) -> Tensor:
         """Put logits in the places of their tokens."""

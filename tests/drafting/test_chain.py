@@ -123,6 +123,18 @@ def test_proposals_are_those_of_single_passes(
     assert (len({rows for rows, _ in chains}) > 1) == rows_leave  # a recorded pass of the model's own keeps all rows
 
 
+@pytest.mark.usefixtures("recording")
+def test_drafts_longer_than_a_chain_are_drafted_step_by_step(
+    chains: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_runner, "LONGEST_CHAIN", 4)
+    target = endless_model()
+    head = tiny_head(target)
+    expected = proposals(target, head, LEAVING[0], monkeypatch, runner="eager")
+    assert same(proposals(target, head, LEAVING[0], monkeypatch, runner="graph"), expected)
+    assert {steps for _, steps in chains} == {1, 2, 3}
+
+
 def stuck_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps write to one slot."""
     original = ChainStep.aim

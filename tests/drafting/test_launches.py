@@ -20,11 +20,11 @@ from hf_dsde.drafting.model import ModelDrafter
 
 pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
 DRAFTS: dict[str, tuple[type[ChainDrafter], Callable[[PreTrainedModel], PreTrainedModel], int]] = {
-    "head": (HeadDrafter, lambda target: tiny_head(target, draft_vocabulary=60), 40),
-    "normed head": (HeadDrafter, lambda target: tiny_head(target, draft_vocabulary=60, fc_norm=True), 64),
-    "model": (ModelDrafter, lambda target: noisy_copy(target, AGREEMENT["half"]), 23),
+    "head": (HeadDrafter, lambda target: tiny_head(target, draft_vocabulary=60), 31),
+    "normed head": (HeadDrafter, lambda target: tiny_head(target, draft_vocabulary=60, fc_norm=True), 49),
+    "model": (ModelDrafter, lambda target: noisy_copy(target, AGREEMENT["half"]), 15),
 }
-"""Drafter, draft, and the most operations of a round, whatever its length."""
+"""Drafter, draft, and the most operations of a round, whatever its length. A norm is six on a CPU, and one on a GPU."""
 
 
 @pytest.mark.parametrize("runner", [{}, {"fused_layers": False}], ids=["fused", "recorded"])
@@ -43,4 +43,4 @@ def test_a_round_launches_little_and_no_more_for_longer_drafts(
         inputs, policy = ragged_batch([5, 3, 7]), ScriptedLengths([[steps] * 3])
         speculative(target, draft, inputs, policy, config, max_new_tokens=40)
         usual = sorted(rounds, key=lambda launches: launches.total())[len(rounds) // 2]
-        assert usual.total() <= most, usual
+        assert usual.total() <= most, (usual.total(), most, dict(usual))
