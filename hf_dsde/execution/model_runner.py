@@ -318,7 +318,7 @@ class ModelRunner(ABC):
 
     def _fill_masks(self, buffers: BlockBuffers, view: int) -> None:
         """Write what comes of positions; masks keep their storage as long as the view keeps its bucket."""
-        torch.clamp(buffers.positions, min=0, out=buffers.position_ids)
+        buffers.number()
         for kind in self._kinds:
             visible = attention.visible_slots(buffers.positions, view, kind.window, buffers.slots, buffers.ancestors)
             mask = self._mask(visible)
