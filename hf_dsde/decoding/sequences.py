@@ -62,7 +62,8 @@ class SequenceBatch:
         self.device = input_ids.device
         self.pad_token = 0 if pad_token is None else pad_token
         self.prompt_lengths: list[int] = mask.sum(dim=1).tolist()
-        self.padding = self.prompt_width - upload(self.prompt_lengths, self.device)
+        self._prompts = upload(self.prompt_lengths, self.device)
+        self.padding = self.prompt_width - self._prompts
         self.generated = torch.zeros(self.rows, dtype=torch.long, device=self.device)
         self.generated_counts = [0] * self.rows
         self.limits = torch.full_like(self.generated, max_new_tokens)
@@ -74,7 +75,7 @@ class SequenceBatch:
     @property
     def lengths(self) -> Tensor:
         """Tokens of each row, prompt included and padding not, `[rows]`, int64."""
-        return self.prompt_width - self.padding + self.generated
+        return self._prompts + self.generated
 
     @property
     def length_counts(self) -> list[int]:
@@ -123,7 +124,8 @@ class SequenceBatch:
         self.tokens[:, : self.prompt_width].index_copy_(0, index, flat.view(len(rows), -1))
         self.host_tokens[list(rows), : self.prompt_width] = torch.tensor(padded)
         lengths = list(map(len, prompts))
-        self.padding = self.padding.index_copy(0, index, self.prompt_width - upload(lengths, self.device))
+        self._prompts = self._prompts.index_copy(0, index, upload(lengths, self.device))
+        self.padding = self.prompt_width - self._prompts
         self.generated = self.generated.index_fill(0, index, 0)
         self.limits = self.limits.index_copy(0, index, upload(list(limits), self.device))
         for row, length in zip(rows, lengths, strict=True):
@@ -148,9 +150,10 @@ class SequenceBatch:
             Tokens and positions, both `[rows, width]`, int64. Where a row is shorter than `width`, positions are below
             0 and tokens are anything.
         """
-        positions = self.lengths[:, None] + torch.arange(-width, 0, device=self.device)
-        columns = (self.padding[:, None] + positions).clamp_min(0)
-        return self.tokens.gather(1, columns), positions
+        first = self.prompt_width - width
+        columns = self.generated[:, None] + torch.arange(first, self.prompt_width, device=self.device)
+        positions = columns - self.padding[:, None]
+        return self.tokens.gather(1, columns if first >= 0 else columns.clamp_min(0)), positions
 
     def tokens_at(self, spans: Sequence[Span]) -> Tensor:
         """Return the tokens of some spans, one span after another, `[total_count(spans)]`, int64."""

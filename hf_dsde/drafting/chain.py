@@ -28,6 +28,7 @@ from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
 from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.recorded_chain import Chain, best_tokens
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep, Signal
@@ -98,6 +99,7 @@ class ChainDrafter(Drafter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self._nobody_looks = False
 
     @abstractmethod
     def _make_runner(self, call: DraftCall) -> ModelRunner:
@@ -152,6 +154,7 @@ class ChainDrafter(Drafter):
         self._device = self._runner.device
         self._tuning = tuning_of(self._device)
         self._vocabulary_size = call.vocabulary_size
+        self._last_id = self.model.config.get_text_config(decoder=True).vocab_size - 1
         # The draft samples through the call's processors, as it should resemble the target.
         self._process = call.process if self._device == sequences.device else call.process.on(self._device)
         self._context = compat.context_length(self.model)
@@ -215,11 +218,34 @@ class ChainDrafter(Drafter):
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
     ) -> CandidateBatch:
         """Draft up to `plan.width` tokens, one forward pass each."""
+        looked_at = monitor.signals & DRAFT_SIGNALS or monitor.stops_inside_round or self.call.do_sample
+        self._nobody_looks = not looked_at and self._process.changes_nothing
+        output = self._catch_up(sequences, plan)
+        tokens = self._chained(plan, output) if self._nobody_looks else None
+        if tokens is None:
+            return self._step_by_step(sequences, plan, monitor, output)
+        return CandidateBatch(tokens, plan.lengths, host_lengths=plan.length_counts, steps=plan.width)
+
+    def _chained(self, plan: RoundPlan, output: PassOutput) -> Tensor | None:
+        """Draft greedily after the first pass, `[rows, width]`, int64; None if the runner needs the host for that."""
+        sequences, steps = self.call.sequences, plan.width - 1
+        tokens = best_tokens(self.model, output.logits, self._vocabulary_size)
+        drafted: Tensor | None = tokens
+        if steps:
+            block = self._drafted_block(tokens, sequences.lengths[:, None].to(self._device), output)
+            longest = max(sequences.length_counts) + steps
+            chain = Chain(block, plan.lengths.to(self._device), steps, longest, self._vocabulary_size)
+            drafted = self._runner.chain(chain)
+        return None if drafted is None else drafted.to(sequences.device)
+
+    def _step_by_step(
+        self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor, output: PassOutput
+    ) -> CandidateBatch:
+        """Draft after the first pass, with the host in between."""
         lengths = plan.lengths.to(self._device)
         drafted = torch.zeros_like(lengths)
         drafting = lengths > 0
         proposal = Proposal()
-        output = self._catch_up(sequences, plan)
         ends = sequences.lengths.to(self._device)
         following: Callable[[], PassOutput] | None = None
         for position in range(plan.width):
@@ -252,6 +278,9 @@ class ChainDrafter(Drafter):
             position: Tokens that were drafted before.
             drafting: Rows that take part, `[rows]`, bool.
         """
+        if self._nobody_looks:  # the best tokens alone need no distributions over the target's vocabulary
+            tokens = best_tokens(self.model, logits, self._vocabulary_size)
+            return DraftStep(position, tokens, logits, logits, drafting), None
         logits = self._align(logits)
         counts = [int(position < length) for length in plan.length_counts]
         scores = self._process(logits[:, None], self.call.sequences, counts, offset=position)[:, 0]
@@ -307,6 +336,10 @@ class ChainDrafter(Drafter):
         if not all(fits):
             block = _only(block, upload(fits, block.positions.device))
         return self._runner.forward(block, max(lengths[row] for row in rows), keep=1)
+
+    def _clamp_to_vocabulary(self, tokens: Tensor) -> Tensor:
+        """Map ids that the draft has no embedding of to its last id. That costs acceptance, never exactness."""
+        return tokens if self._last_id + 1 >= self._vocabulary_size else tokens.clamp_max(self._last_id)
 
     def _stage(
         self, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor, before: PassOutput

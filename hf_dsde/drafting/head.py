@@ -31,7 +31,6 @@ from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, flat_places
 from hf_dsde.heads.head import DraftHead
-from hf_dsde.policies.base import DRAFT_SIGNALS, DraftStep
 from hf_dsde.utils.transfers import upload
 
 RECORDED_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 32, 64)
@@ -57,7 +56,6 @@ class HeadDrafter(ChainDrafter):
     def __init__(self, head: DraftHead) -> None:
         super().__init__(head)
         self._head = head
-        self._nobody_looks = False
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -79,7 +77,6 @@ class HeadDrafter(ChainDrafter):
         size = self.model.config.hidden_size
         self._ring = torch.zeros(call.sequences.rows, self._size, size, dtype=self.model.dtype, device=self._device)
         self._rows = torch.arange(call.sequences.rows, device=self._device)[:, None]
-        self._last_id = self.model.config.vocab_size - 1
         self._proposed = 0
 
     def finish(self) -> None:
@@ -117,16 +114,14 @@ class HeadDrafter(ChainDrafter):
     def accept(self, verified: VerifiedBlock, hidden: tuple[Tensor, ...]) -> None:  # noqa: ARG002
         """Put the states of a round into the ring."""
         states = self._states(hidden)
-        first = self.call.sequences.lengths.to(self._device)[:, None] - 1
-        positions = first + torch.arange(states.shape[1], device=self._device)
+        ends = self.call.sequences.lengths.to(self._device)[:, None]
+        positions = ends + torch.arange(-1, states.shape[1] - 1, device=self._device)
         self._ring[self._rows, positions % self._size] = states
 
     def get_candidates(  # type: ignore[override] # as in `Drafter`
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
     ) -> CandidateBatch:
         """Draft up to `plan.width` tokens, one forward pass each."""
-        looked_at = monitor.signals & DRAFT_SIGNALS or monitor.stops_inside_round or self.call.do_sample
-        self._nobody_looks = not looked_at and self._process.changes_nothing
         candidates = super().get_candidates(sequences, plan, monitor)
         self._proposed = candidates.width
         return candidates
@@ -140,16 +135,6 @@ class HeadDrafter(ChainDrafter):
         missing = {row: self._storable(row) - self._cached[row] for row in live}
         if max(missing.values(), default=0) + self._longest + 2 > self._size and self._store_missing(live):
             self._prepared = None  # that pass did not see what is stored now
-
-    def _chosen(
-        self, logits: Tensor, plan: RoundPlan, position: int, drafting: Tensor
-    ) -> tuple[DraftStep, Tensor | None]:
-        """As for any draft; the best tokens alone need no distributions over the target's vocabulary."""
-        if not self._nobody_looks:
-            return super()._chosen(logits, plan, position, drafting)
-        best, ids = logits.argmax(dim=-1), self._head.draft_ids
-        tokens = best if ids is None else ids[best]
-        return DraftStep(position, tokens, logits, logits, drafting), None
 
     def _text_block(self, width: int) -> RowBlock:
         tokens, positions = self.call.sequences.tail(width)
@@ -197,10 +182,6 @@ class HeadDrafter(ChainDrafter):
         """The target's hidden states, brought to the head's width, `[..., H]`, of its dtype."""
         states: Tensor = self._head.project([layer.to(self._device) for layer in hidden])
         return states.to(self._ring.dtype)
-
-    def _clamp_to_vocabulary(self, tokens: Tensor) -> Tensor:
-        """Map ids that the head has no embedding of to its last id. That costs acceptance, never exactness."""
-        return tokens.clamp_max(self._last_id)
 
     def _align(self, logits: Tensor) -> Tensor:
         """Put logits in the places of their tokens."""

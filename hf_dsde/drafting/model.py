@@ -31,7 +31,6 @@ class ModelDrafter(ChainDrafter):
     """
 
     def _make_runner(self, call: DraftCall) -> ModelRunner:
-        self._last_id = self.model.config.get_text_config(decoder=True).vocab_size - 1
         options = call.config.options
         return create_runner(
             self.model, call.sequences.rows, call.capacity, options, call.config.runner, RECORDED_WIDTHS
@@ -76,10 +75,6 @@ class ModelDrafter(ChainDrafter):
         for span in spans:
             self._cached[span.row] = span.end
         return True
-
-    def _clamp_to_vocabulary(self, tokens: Tensor) -> Tensor:
-        """Map ids outside the draft's vocabulary to its last id. That costs acceptance, never exactness."""
-        return tokens.clamp_max(self._last_id)
 
     def _align(self, logits: Tensor) -> Tensor:
         """Cut ids that only the draft has as well."""

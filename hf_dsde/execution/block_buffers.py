@@ -72,10 +72,14 @@ class BlockBuffers:
             self.ancestors[:, padding:].copy_(block.ancestors)
         if self.states is not None and block.states is not None:
             self.states[:, padding:].copy_(block.states)
+
+    def number(self) -> None:
+        """Write the position ids that a model's own forward pass looks up."""
         torch.clamp(self.positions, min=0, out=self.position_ids)
 
     @staticmethod
     def _fill_places(buffer: Tensor, places: Tensor) -> None:
         padding = buffer.shape[1] - places.shape[1]
-        buffer[:, :padding].fill_(-1)
+        if padding:
+            buffer[:, :padding].fill_(-1)
         buffer[:, padding:].copy_(places)

@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
+from hf_dsde.execution.flat_block import flat_block
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, Chain, ChainStep
 from hf_dsde.execution.recording_key import Key, is_compiled
 from hf_dsde.execution.row_block import RowBlock
-from hf_dsde.execution.spans import Span, flat_places, portions, total_count
+from hf_dsde.execution.spans import Span, portions, total_count
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, workspaces
 from hf_dsde.kernels.block import Block
 from hf_dsde.utils.transfers import upload
@@ -139,11 +140,7 @@ class GraphRunner(EagerRunner):
         if entry is None:
             return super().stage(block, longest, keep)
         entry.buffers.fill(block.map(self._of_live_rows))
-        if entry.block is not None and entry.choice != self._choices:
-            self._place(entry.block)
-            if entry.last is not None:
-                self._place(entry.last)
-            entry.choice = self._choices
+        self._follow_rows(entry)
         live = self._live_index  # rows may leave before the block is run
 
         def run() -> PassOutput:
@@ -151,6 +148,28 @@ class GraphRunner(EagerRunner):
             return self._shown(entry.replay.output, keep or block.width, live, copied=True)
 
         return run
+
+    def chain(self, chain: Chain) -> Tensor | None:
+        """As for any runner: a recorded step is replayed as often."""
+        if not self._recording or chain.steps >= LONGEST_CHAIN:
+            return None
+        entry = self._entry(("chain", len(self._live), chain.vocabulary), chain.longest)
+        if entry is None:
+            return None
+        assert entry.chain is not None
+        entry.chain.begin(chain, self._of_live_rows)
+        self._follow_rows(entry)
+        for _ in range(chain.steps):
+            entry.replay()
+        return self._of_everyone(entry.chain.drafted(chain.steps), self._live_index)
+
+    def _follow_rows(self, entry: RecordedPass) -> None:
+        """Let a padded pass run the rows that are in now."""
+        if entry.block is not None and entry.choice != self._choices:
+            entry.block.place(self._live)
+            if entry.last is not None:
+                entry.last.place(self._live)
+            entry.choice = self._choices
 
     def _stage_packed(self, block: RowBlock, size: int, longest: int) -> Callable[[], PassOutput]:
         """Get a block ready for a pass over `size` tokens, without the padding between rows."""
@@ -195,7 +214,7 @@ class GraphRunner(EagerRunner):
         if entry is None:
             return super()._store(spans, tokens, states)
         assert entry.block is not None
-        entry.block.copy_(self._flat_block(spans, tokens, states, len(entry.block.tokens)))
+        entry.block.copy_(flat_block(spans, tokens, states, len(entry.block.tokens), self.rows))
         entry.replay()
         return tuple(layer[: len(tokens)].clone() for layer in entry.replay.output.hidden)
 
@@ -205,7 +224,7 @@ class GraphRunner(EagerRunner):
         """Store tokens by the fused layers, launched one by one."""
         self._make_room(longest)
         assert self._fused is not None
-        block = self._flat_block(spans, tokens, states, len(tokens))
+        block = flat_block(spans, tokens, states, len(tokens), self.rows)
         return self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
 
     def _allocate(self) -> None:
@@ -213,29 +232,6 @@ class GraphRunner(EagerRunner):
         assert self._fused is not None
         block = self._fused_block(1, 1, self._new_buffers(1, 1))
         self._fused.store(block, self.cache, MIN_REACH)
-
-    def _flat_block(self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None, size: int) -> Block:
-        """Return a block of `size` tokens, those of the spans first."""
-        rows, positions = flat_places(spans)
-        padding = size - len(tokens)
-        places = torch.stack([pad(rows, (0, padding), value=spans[0].row), pad(positions, (0, padding), value=-1)])
-        starts, counts = [0] * self.rows, [0] * self.rows
-        first = 0
-        for span in spans:
-            starts[span.row], counts[span.row] = first, span.count
-            first += span.count
-        rows, positions = upload(places, self.device)
-        begins = upload(torch.tensor([starts, counts], dtype=torch.int32), self.device)
-        return Block(
-            tokens=pad(tokens, (0, padding)),
-            rows=rows,
-            positions=positions,
-            starts=begins[0],
-            counts=begins[1],
-            max_count=max(span.count for span in spans),
-            whole_row=spans[0].row if len(spans) == 1 and spans[0].start == 0 else None,
-            states=None if states is None else pad(states, (0, 0, 0, padding)),
-        )
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """As for any runner, when the fused decoder runs: rows stay where they are in the cache.
@@ -288,6 +284,8 @@ class GraphRunner(EagerRunner):
             return self._record_packed(shape, reach)
         if shape[0] == "store":
             return self._record_store(shape[1], reach)
+        if shape[0] == "chain":
+            return self._record_chain(shape[1], shape[2], reach)
         _, rows, width, kept, tree = shape
         buffers = self._new_buffers(rows, width, tree=tree)
         if self._fused is None:
@@ -296,13 +294,13 @@ class GraphRunner(EagerRunner):
                 body()
             return RecordedPass(self._workspace.capture(body), buffers)
         block = self._fused_block(rows * width, width, buffers)
-        self._place(block)
+        block.place(self._live)
         columns = torch.arange(rows * width, device=self.device).view(rows, width)
         keep = None if kept == width else columns[:, -kept:].flatten()
         last = None
         if keep is not None and not tree:
             last = self._fused_block(rows * kept, kept, self._new_buffers(rows, kept))
-            self._place(last)
+            last.place(self._live)
         forward = self._fused_forward(block, reach, keep, last)
         replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
         return RecordedPass(replay, buffers, block, keep, last, self._choices)
@@ -322,6 +320,27 @@ class GraphRunner(EagerRunner):
             return PassOutput(block.tokens[:0], fused.store(block, cache, reach))
 
         return RecordedPass(self._workspace.capture(body), buffers, block)
+
+    def _record_chain(self, rows: int, vocabulary: int, reach: int) -> RecordedPass:
+        buffers = self._new_buffers(rows, 1)
+        step, block = ChainStep(buffers, vocabulary), None
+        if self._fused is None:
+            forward = self._own_forward(buffers, reach, 1)
+        else:
+            block = self._fused_block(rows, 1, buffers)
+            block.place(self._live)
+            flat = self._fused_forward(block, reach)
+            forward = lambda: flat().map(lambda states: states[:, None])  # noqa: E731
+
+        def body() -> PassOutput:
+            step.aim()
+            output = forward()
+            step.feed(self.model, output)
+            return output
+
+        if self._compiles:
+            body()
+        return RecordedPass(self._workspace.capture(body), buffers, block, choice=self._choices, chain=step)
 
     def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> Block:
         return Block(
@@ -357,14 +376,6 @@ class GraphRunner(EagerRunner):
         fused, cache = self._fused, self.cache
         assert fused is not None
         return lambda: fused(block, cache, reach, keep, last)
-
-    def _place(self, block: Block) -> None:
-        """Write into a padded block where the rows that are still in have their tokens."""
-        width = block.max_count
-        block.rows.copy_(self._live.repeat_interleave(width))
-        first = torch.arange(0, len(self._live) * width, width, dtype=torch.int32, device=self.device)
-        block.starts.zero_().index_copy_(0, self._live, first)
-        block.counts.zero_().index_fill_(0, self._live, width)
 
     def _give_up(self, failure: Exception) -> None:
         """Go on without recording: bring the cache into the form that an eager pass takes, and say why.

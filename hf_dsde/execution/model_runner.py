@@ -29,6 +29,7 @@ from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput, checked_layers, chosen_layers
+from hf_dsde.execution.recorded_chain import Chain
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, similar_counts
 from hf_dsde.execution.torch_modes import Autocast
@@ -127,8 +128,7 @@ class ModelRunner(ABC):
     @property
     def conditions(self) -> tuple[Hashable, ...]:
         """What decides how long a pass takes, apart from its rows and tokens."""
-        how = (self.replays, self.packs, self.packed)
-        return *how, self.model.dtype, self.device, self._autocast
+        return self.replays, self.packs, self.packed, self.model.dtype, self.device, self._autocast
 
     def recorded(self, width: int, longest: int) -> bool:  # noqa: ARG002 - nothing is, by default
         """Whether a padded block of chains of this width is replayed from a recording that exists already."""
@@ -167,6 +167,10 @@ class ModelRunner(ABC):
             output device. Columns without a token hold anything finite, and so do rows that were left out.
         """
         return self.stage(block, longest, keep)()
+
+    def chain(self, chain: Chain) -> Tensor | None:  # noqa: ARG002
+        """Draft without the host in between, `[rows, 1 + steps]`, int64; None, and nothing done, if it cannot."""
+        return None
 
     def _run(self, block: RowBlock, longest: int, keep: int | None) -> PassOutput:
         """Run a block eagerly, and padded."""
@@ -313,7 +317,8 @@ class ModelRunner(ABC):
         return BlockBuffers(rows, width, self.device, tree=tree, states=states)
 
     def _fill_masks(self, buffers: BlockBuffers, view: int) -> None:
-        """Write the masks of the buffered block; they keep their storage as long as the view keeps its bucket."""
+        """Write what comes of positions; masks keep their storage as long as the view keeps its bucket."""
+        buffers.number()
         for kind in self._kinds:
             visible = attention.visible_slots(buffers.positions, view, kind.window, buffers.slots, buffers.ancestors)
             mask = self._mask(visible)

@@ -18,6 +18,7 @@ from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCost
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.recorded_chain import ChainStep
 from hf_dsde.execution.recording_key import Key, recording_key
 from hf_dsde.execution.torch_modes import lasting
 from hf_dsde.kernels.block import Block
@@ -37,6 +38,7 @@ class RecordedPass:
         keep: Indices of the tokens whose logits a fused pass gives, if not all: the replay reads it.
         last: These tokens as a block, if the last layer is run on them alone.
         choice: Number of the choice of rows that a padded `block` holds now.
+        chain: What a step of a chain reads and leaves; None for other passes.
     """
 
     replay: Replay[PassOutput]
@@ -45,6 +47,7 @@ class RecordedPass:
     keep: Tensor | None = None
     last: Block | None = None
     choice: int = 0
+    chain: ChainStep | None = None
 
 
 @dataclass

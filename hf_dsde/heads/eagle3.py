@@ -101,11 +101,11 @@ class Eagle3Head(DraftHead):
         layer_class, norm_class, rotary_class = DECODER_PARTS[config.model_type]
         self.settings = settings
         width = len(settings.feature_layers) * settings.feature_size
-        if settings.fc_norm:
-            norms = [norm_class(settings.feature_size, eps=config.rms_norm_eps) for _ in settings.feature_layers]
+        if settings.fc_norm:  # torch's norm is one kernel on a GPU, that of transformers six
+            norms = [nn.RMSNorm(settings.feature_size, eps=config.rms_norm_eps) for _ in settings.feature_layers]
             self.fc_norm = nn.ModuleList(norms)
         if settings.norm_before_fc:
-            self.input_norm = norm_class(width, eps=config.rms_norm_eps)
+            self.input_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         first = Eagle3FirstLayer(config, settings.norm_before_residual)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -51,6 +52,14 @@ class Block:
         """Let a chain's slots be its positions."""
         if self.slots is None:
             object.__setattr__(self, "slots", self.positions)
+
+    def place(self, rows: Tensor) -> None:
+        """Write into a padded block of `max_count` columns which cache rows its rows are, `[T / max_count]`, int64."""
+        width = self.max_count
+        self.rows.copy_(rows.repeat_interleave(width))
+        first = torch.arange(0, len(rows) * width, width, dtype=torch.int32, device=rows.device)
+        self.starts.zero_().index_copy_(0, rows, first)
+        self.counts.zero_().index_fill_(0, rows, width)
 
     def copy_(self, other: Block) -> None:
         """Take over what another block of this shape holds."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_calls import config_of
 from tiny_heads import tiny_head
-from tiny_models import ragged_batch, random_lengths, tiny_model
+from tiny_models import noisy_copy, ragged_batch, random_lengths, tiny_model
 from tiny_policies import RandomLengths, ScriptedLengths
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,8 +20,10 @@ from waits import noted_waits
 
 import hf_dsde
 from hf_dsde.drafting import head as heads
+from hf_dsde.drafting.chain import ChainDrafter
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.cuda_graphs import CudaCapture
+from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
@@ -63,10 +65,11 @@ def call(
 ) -> Any:
     target, head = pair(family, kind)
     torch.manual_seed(3)
+    draft = more.pop("assistant_model", head)
     arguments = {**batch(), "max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True, **more}
     return target.generate(
         **arguments,
-        assistant_model=head,
+        assistant_model=draft,
         speculation_policy=policy or RandomLengths(5, stop_probability=0.1),
         speculation_config=config_of(**(settings or {})),
     )
@@ -105,6 +108,42 @@ def test_a_round_waits_for_the_device_once(policy: str, monkeypatch: pytest.Monk
     assert not found
     inside = waits.pop("decoding/stop_flag.py::nobody_drafts", 0)
     assert inside <= output.speculation_statistics.draft_steps
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused_layers": False}], ids=["fused", "recorded"])
+@pytest.mark.parametrize("kind", [*HEADS, "model"])
+def test_chains_of_replays_draft_what_single_passes_draft(
+    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[tuple[int, ...], list[int]]] = []
+    chains: list[int] = []
+    original, chain = ChainDrafter.get_candidates, GraphRunner.chain
+
+    def get_candidates(self: ChainDrafter, sequences: Any, plan: Any, monitor: Any) -> Any:
+        candidates = original(self, sequences, plan, monitor)
+        for row, length in enumerate(candidates.lengths.tolist()):
+            if length:
+                found[-1][tuple(sequences.host_text(row))] = candidates.tokens[row, :length].tolist()
+        return candidates
+
+    def counted(self: GraphRunner, given: Any) -> Tensor | None:
+        chains.append(given.steps)
+        return chain(self, given)
+
+    monkeypatch.setattr(ChainDrafter, "get_candidates", get_candidates)
+    monkeypatch.setattr(GraphRunner, "chain", counted)
+    more = {"assistant_model": noisy_copy(pair()[0], 0.05)} if kind == "model" else {"kind": kind}
+    script = [[3, 0, 5, 1, 2, 4], [0, 4, 1, 5, 0, 2], [2, 2, 2, 2, 2, 2], [0, 0, 0, 6, 1, 1]] * 9
+    for runner in ({"runner": "eager"}, settings, settings):  # the last call finds what was recorded
+        found.append({})
+        assert torch.equal(call(ScriptedLengths(script), settings=runner, **more).sequences, plain())
+        assert bool(chains) == ("runner" not in runner)
+    expected = found.pop(0)
+    for drafts in found:
+        pairs = [zip(drafts[text], expected[text], strict=False) for text in drafts.keys() & expected.keys()]
+        equal = [a == b for row in pairs for a, b in row]
+        assert len(equal) > 40
+        assert sum(equal) >= 0.97 * len(equal)  # single precision may decide a tie differently
 
 
 def test_plain_streaks_longer_than_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,7 @@ def test_blocks_are_aligned_to_the_right_of_their_bucket() -> None:
     buffers.fill(RowBlock(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 3]])))
     buffers.fill(RowBlock(torch.tensor([[9, 4]]), torch.tensor([[-2, 4]])))
     assert buffers.positions.tolist() == [[-1, -1, -2, 4]]
+    buffers.number()
     assert buffers.position_ids.tolist() == [[0, 0, 0, 4]]
     assert buffers.tokens[0, 2:].tolist() == [9, 4]
 

@@ -1,0 +1,109 @@
+"""A draft step whose outputs are the next one's inputs: once recorded, a chain of them is as many replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_dsde.execution.block_buffers import BlockBuffers
+from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.row_block import RowBlock
+from hf_dsde.heads.head import DraftHead
+
+LONGEST_CHAIN = 64
+"""Tokens of a row that are kept while it drafts."""
+
+
+def best_tokens(model: PreTrainedModel, logits: Tensor, vocabulary: int) -> Tensor:
+    """Return the target's ids of the best tokens, `[...]`, int64.
+
+    Args:
+        model: The draft.
+        logits: Its own, `[..., its vocabulary]`.
+        vocabulary: Size of the target's vocabulary: what only the draft has is not proposed.
+    """
+    best = logits[..., :vocabulary].argmax(dim=-1)
+    ids = model.draft_ids if isinstance(model, DraftHead) else None
+    return best if ids is None else ids[best]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What is drafted greedily, each step fed what the one before gave.
+
+    Attributes:
+        block: Of one column, in each row its first draft token, and its position.
+        lengths: Tokens that each row drafts in all, `[rows]`, int64; what it gets beyond is anything.
+        steps: Tokens that the row which drafts most drafts after its first; at least 1.
+        longest: A bound, known without asking the device, on the largest slot + 1.
+        vocabulary: Size of the target's vocabulary.
+    """
+
+    block: RowBlock
+    lengths: Tensor
+    steps: int
+    longest: int
+    vocabulary: int
+
+
+class ChainStep:
+    """The static tensors of a recorded step of one token per row. They are its inputs, and it leaves the next one's.
+
+    Args:
+        buffers: What the pass reads, of one column. Its tokens are replaced by the last line of `tokens`.
+        vocabulary: Size of the target's vocabulary.
+
+    Attributes:
+        tokens: A line per step, the last one on the bottom, `[LONGEST_CHAIN, rows]`, int64.
+        places: Positions of the tokens that are fed next, `[rows, 1]`, int64.
+        left: Tokens that each row drafts yet, those that are fed next included, `[rows, 1]`, int64.
+    """
+
+    def __init__(self, buffers: BlockBuffers, vocabulary: int) -> None:
+        rows, _ = buffers.tokens.shape
+        self.buffers = buffers
+        self.tokens = buffers.tokens.new_zeros(LONGEST_CHAIN, rows)
+        buffers.tokens = self.tokens[-1][:, None]
+        self.places = torch.zeros_like(buffers.positions)
+        self.left = torch.zeros_like(buffers.positions)
+        self._vocabulary = vocabulary
+
+    def begin(self, chain: Chain, of_rows: Callable[[Tensor], Tensor]) -> None:
+        """Take the first step's inputs.
+
+        Args:
+            chain: Of the whole batch.
+            of_rows: Gives the rows of a tensor that the step runs.
+        """
+        block, buffers = chain.block.map(of_rows), self.buffers
+        buffers.tokens.copy_(block.tokens)
+        self.places.copy_(block.positions)
+        self.left.copy_(of_rows(chain.lengths)[:, None])
+        if buffers.states is not None and block.states is not None:
+            buffers.states.copy_(block.states)
+
+    def aim(self) -> None:
+        """Recorded in front of the pass: rows that have drafted all their tokens have none to feed."""
+        self.left.sub_(1)
+        self.buffers.positions.copy_(self.places.masked_fill(self.left <= 0, -1))
+        self.places.add_(1)
+
+    def feed(self, model: PreTrainedModel, output: PassOutput) -> None:
+        """Recorded after the pass: what it gave is what the next one reads.
+
+        Args:
+            model: The draft.
+            output: Of the pass, `[rows, 1, ...]`.
+        """
+        best = best_tokens(model, output.logits[:, 0], self._vocabulary)
+        self.tokens.copy_(torch.cat([self.tokens[1:], best[None]]))
+        if self.buffers.states is not None:
+            self.buffers.states.copy_(output.hidden[0])
+
+    def drafted(self, steps: int) -> Tensor:
+        """Return the first draft tokens and those of `steps` replays, `[rows, 1 + steps]`, int64; a copy."""
+        return self.tokens[-steps - 1 :].T.clone()
