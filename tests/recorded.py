@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hf_dsde.execution import create_runner as runners
+from hf_dsde.execution.workspaces import workspaces
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
@@ -152,6 +154,8 @@ class NotingCapture:
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[NotingCapture]:
     """Let runners record on the CPU; the list gets what records, one for each cache and each recording policy."""
     captures: list[NotingCapture] = []
+    # Models are shared by tests, and what others have recorded of them is kept for later calls.
+    monkeypatch.setattr(workspaces, "_idle", WeakKeyDictionary())
 
     def capture_on(device: torch.device) -> NotingCapture:
         captures.append(NotingCapture())
