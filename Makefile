@@ -64,7 +64,7 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	$(patsubst %,tests/test_%.py,config evaluate_modules live_plots signals) \
 	$(patsubst %,tests/execution/test_%.py,cuda_graphs) \
 	$(patsubst %,tests/decoding/test_%.py,run_ahead_plain transfers verification) \
-	$(patsubst %,tests/measurement/test_%.py,statistics clock)
+	$(patsubst %,tests/measurement/test_%.py,statistics clock learnt_draft_costs)
 
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PYTEST) -m "not slow" $(addprefix --ignore=,$(WITHOUT_TRANSFORMERS)) \
