@@ -175,9 +175,9 @@ def test_shipped_draft_agrees_with_the_packaged_target():
     folder = smollm2.cache_folder() / smollm2.FOLDER_NAME
     if not smollm2._is_complete(folder):
         pytest.skip("SmolLM2 is not in the cache; 'hf-dsde demo' fetches it")
-    from hf_dsde.pairs import load_packaged_pair
+    from hf_dsde.pairs import SHIPPED_DRAFT, load_packaged_pair
 
-    pair = load_packaged_pair(torch.float32, "cpu")
+    pair = load_packaged_pair(torch.float32, "cpu", SHIPPED_DRAFT)
     message = [{"role": "user", "content": "Write a Python function that returns the larger of two numbers."}]
     inputs = pair.tokenizer.apply_chat_template(
         message, add_generation_prompt=True, return_tensors="pt", return_dict=True
