@@ -250,17 +250,23 @@ def _fill(inflated: LlamaForCausalLM, model: PreTrainedModel, maker: WeightMaker
         give(inflated.lm_head, maker.reading(head, None, head.shape[0]))
 
 
-def _without_weights(model: PreTrainedModel, small: Shape, large: Shape) -> LlamaForCausalLM:
-    """The large model on the meta device, after checking that it has a place for each of the small one's parameters."""
-    config: Any = copy.deepcopy(model.config)
+def large_config(small_config: Any, small: Shape, large: Shape) -> Any:
+    """A copy of the small model's configuration with the large one's sizes, and the epsilon that keeps its norms."""
+    config = copy.deepcopy(small_config)
     config.hidden_size = large.hidden
     config.num_hidden_layers = large.layers
     config.num_attention_heads = large.heads
     config.num_key_value_heads = large.kv_heads
     config.head_dim = large.head_dim
     config.intermediate_size = large.intermediate
-    config.rms_norm_eps = model.config.rms_norm_eps * small.hidden / large.hidden
+    config.rms_norm_eps = small_config.rms_norm_eps * small.hidden / large.hidden
     config.attention_bias = config.mlp_bias = False
+    return config
+
+
+def _without_weights(model: PreTrainedModel, small: Shape, large: Shape) -> LlamaForCausalLM:
+    """The large model on the meta device, after checking that it has a place for each of the small one's parameters."""
+    config = large_config(model.config, small, large)
     source: Any = model
     config.tie_word_embeddings = source.lm_head.weight.data_ptr() == source.model.embed_tokens.weight.data_ptr()
     # It names the layers of another model, which the large one's are not.

@@ -7,7 +7,6 @@ them at the start of a stream's place.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from hf_dsde.bench.inflate import WeightMaker, check_room, checked_rotary, give
+from hf_dsde.bench.inflate import WeightMaker, check_room, checked_rotary, give, large_config
 from hf_dsde.bench.shapes import Shape
 from hf_dsde.heads.eagle3 import Eagle3Head
 
@@ -58,14 +57,7 @@ def inflate_head(head: Eagle3Head, target: LlamaForCausalLM, *, seed: int = 0) -
 
 def _without_weights(head: Eagle3Head, small: Shape, large: Shape) -> Eagle3Head:
     """The large head on the meta device, after checking that it has a place for each of the small one's parameters."""
-    config: Any = copy.deepcopy(head.config)
-    config.hidden_size = large.hidden
-    config.num_attention_heads = large.heads
-    config.num_key_value_heads = large.kv_heads
-    config.head_dim = large.head_dim
-    config.intermediate_size = large.intermediate
-    config.rms_norm_eps = head.config.rms_norm_eps * small.hidden / large.hidden
-    config.attention_bias = config.mlp_bias = False
+    config = large_config(head.config, small, large)
     with torch.device("meta"):
         inflated = Eagle3Head(config, replace(head.settings, feature_size=large.hidden))
     known = {name for name, _ in inflated.named_parameters()}

@@ -121,7 +121,8 @@ def _structural_reasons(model: nn.Module) -> Iterator[str]:
         found = type(module)
         if (found.__name__, found.__module__) != (expected, file):
             yield f"`{name}` is a {found.__module__}.{found.__name__}, not a {expected}"
-        if found.forward.__module__ != found.__module__:
+        owner = next(each for each in found.__mro__ if "forward" in vars(each))
+        if found.forward.__module__ != owner.__module__:
             yield f"{found.__name__}.forward was replaced by one of {found.forward.__module__}"
         yield from _attachments(name or "the model", module)
     for layer in decoder_layers(model):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from hf_dsde.heads.head import DECODER_PARTS, DraftHead, HeadOutput, kept_columns
+from hf_dsde.heads.head import DECODER_PARTS, DraftHead
 
 
 class EagleHead(DraftHead):
@@ -47,20 +47,10 @@ class EagleHead(DraftHead):
         (feature,) = features
         return feature.to(self.fc.weight.dtype)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        hidden_states: Tensor,
-        attention_mask: Tensor | dict[str, Tensor] | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,  # noqa: ARG002 - what callers of transformers' models pass
-    ) -> HeadOutput:
-        """Guess the token after each pair; arguments as in the base class."""
-        hidden = self.fc(torch.cat([self.embed_tokens(input_ids), hidden_states], dim=-1))
-        shared = self._attention_arguments(hidden, position_ids, past_key_values)
-        masks = self._masks(hidden, attention_mask, past_key_values)
+    def _guess(
+        self, embeddings: Tensor, states: Tensor, masks: list[Tensor], shared: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self.fc(torch.cat([embeddings, states], dim=-1))
         for layer, mask in zip(self.layers, masks, strict=True):
             hidden = layer(hidden, attention_mask=mask, **shared)
-        return HeadOutput(self.lm_head(kept_columns(hidden, logits_to_keep)), hidden)
+        return hidden, hidden

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from hf_dsde.heads.head import DECODER_PARTS, DraftHead, HeadOutput, kept_columns
+from hf_dsde.heads.head import DECODER_PARTS, DraftHead
 
 
 @dataclass(frozen=True)
@@ -132,23 +132,11 @@ class Eagle3Head(DraftHead):
         states: Tensor = self.fc(self.input_norm(joined) if self.settings.norm_before_fc else joined)
         return states
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        hidden_states: Tensor,
-        attention_mask: Tensor | dict[str, Tensor] | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,  # noqa: ARG002 - what callers of transformers' models pass
-    ) -> HeadOutput:
-        """Guess the token after each pair; arguments as in the base class."""
-        embeddings = self.embed_tokens(input_ids)
-        shared = self._attention_arguments(embeddings, position_ids, past_key_values)
-        masks = self._masks(embeddings, attention_mask, past_key_values)
-        hidden = self.layers[0](embeddings, hidden_states, attention_mask=masks[0], **shared)
+    def _guess(
+        self, embeddings: Tensor, states: Tensor, masks: list[Tensor], shared: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self.layers[0](embeddings, states, attention_mask=masks[0], **shared)
         for layer, mask in zip(self.layers[1:], masks[1:], strict=True):
             hidden = layer(hidden, attention_mask=mask, **shared)
         normed = self.norm(hidden)
-        logits = self.lm_head(kept_columns(normed, logits_to_keep))
-        return HeadOutput(logits, normed if self.settings.norm_output else hidden)
+        return normed, normed if self.settings.norm_output else hidden

@@ -88,7 +88,6 @@ class DraftHead(PreTrainedModel):
             States, `[..., H]`.
         """
 
-    @abstractmethod
     def forward(
         self,
         input_ids: Tensor,
@@ -97,7 +96,7 @@ class DraftHead(PreTrainedModel):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Any,  # noqa: ARG002 - what callers of transformers' models pass
     ) -> HeadOutput:
         """Guess the token after each pair.
 
@@ -110,6 +109,27 @@ class DraftHead(PreTrainedModel):
             past_key_values: A cache of transformers, or None.
             logits_to_keep: As in transformers: so many last columns, all for 0, or an index of columns.
             kwargs: What else callers of transformers' models pass, such as `use_cache`: a cache that is given is used.
+        """
+        embeddings = self.embed_tokens(input_ids)
+        shared = self._attention_arguments(embeddings, position_ids, past_key_values)
+        masks = self._masks(embeddings, attention_mask, past_key_values)
+        scored, states = self._guess(embeddings, hidden_states, masks, shared)
+        return HeadOutput(self.lm_head(kept_columns(scored, logits_to_keep)), states)
+
+    @abstractmethod
+    def _guess(
+        self, embeddings: Tensor, states: Tensor, masks: list[Tensor], shared: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers.
+
+        Args:
+            embeddings: Of the pairs' tokens, `[B, T, H]`.
+            states: Of the pairs, `[B, T, H]`.
+            masks: One for each layer.
+            shared: What every layer gets beside its mask.
+
+        Returns:
+            What the vocabulary product gets, and the next states, both `[B, T, H]`.
         """
 
     def get_input_embeddings(self) -> nn.Module:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dsde.heads.checkpoint import CONFIG_NAME, WEIGHTS_NAME, Checkpoint, open_checkpoint, shards, wanted_weights
-from hf_dsde.heads.head import DraftHead, HeadOutput, kept_columns
+from hf_dsde.heads.head import DraftHead
 from hf_dsde.utils.hub import local_folder
 
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
@@ -116,24 +116,14 @@ class MtpHead(DraftHead):
         (feature,) = features
         return feature.to(self.eh_proj.weight.dtype)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        hidden_states: Tensor,
-        attention_mask: Tensor | dict[str, Tensor] | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,  # noqa: ARG002 - what callers of transformers' models pass
-    ) -> HeadOutput:
-        """Guess the token after each pair; arguments as in the base class."""
-        embeddings, states = self.enorm(self.embed_tokens(input_ids)), self.hnorm(hidden_states)
+    def _guess(
+        self, embeddings: Tensor, states: Tensor, masks: list[Tensor], shared: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        embeddings, states = self.enorm(embeddings), self.hnorm(states)
         pairs = [states, embeddings] if self.state_first else [embeddings, states]
-        hidden = self.eh_proj(torch.cat(pairs, dim=-1))
-        shared = self._attention_arguments(hidden, position_ids, past_key_values)
-        (mask,) = self._masks(hidden, attention_mask, past_key_values)
-        normed = self.norm(self.layers[0](hidden, attention_mask=mask, **shared))
-        return HeadOutput(self.lm_head(kept_columns(normed, logits_to_keep)), normed)
+        (mask,) = masks
+        normed = self.norm(self.layers[0](self.eh_proj(torch.cat(pairs, dim=-1)), attention_mask=mask, **shared))
+        return normed, normed
 
     def _rotation(self, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """As in the base class; models of images and text have three positions per token, which are one in text."""
