@@ -29,7 +29,7 @@ from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput, checked_layers, chosen_layers
-from hf_dsde.execution.recorded_chain import Chain
+from hf_dsde.execution.recorded_chain import Chain, DraftedChain
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, similar_counts
 from hf_dsde.execution.torch_modes import Autocast
@@ -168,8 +168,8 @@ class ModelRunner(ABC):
         """
         return self.stage(block, longest, keep)()
 
-    def chain(self, chain: Chain) -> Tensor | None:  # noqa: ARG002
-        """Draft without the host in between, `[rows, 1 + steps]`, int64; None, and nothing done, if it cannot."""
+    def chain(self, chain: Chain) -> DraftedChain | None:  # noqa: ARG002
+        """Draft without the host in between; None, and nothing done, if it cannot."""
         return None
 
     def _run(self, block: RowBlock, longest: int, keep: int | None) -> PassOutput:
