@@ -39,17 +39,15 @@ class PendingLengths:
     """The next round's lengths, as far as the device alone knows them.
 
     Attributes:
-        lengths: What each row drafts, if the policy has answered, and else what it has a use for, `[rows]`, int64.
         plan: Of the round that is over.
-        outcome: What the policy learns from it; None if it learns nothing.
-        answered: Whether the policy has answered.
-        signals: What the host needs beside the lengths for that.
+        vectors: Tokens that each row has a use for, `[rows]`, int64; then what the policy wants, if it has answered.
+        outcome: What the policy learns from; None if it learns nothing.
+        signals: What the host needs of that.
     """
 
-    lengths: Tensor
     plan: RoundPlan
+    vectors: Sequence[Tensor]
     outcome: RoundOutcome | None = None
-    answered: bool = False
     signals: Sequence[Tensor] = ()
 
 
@@ -132,46 +130,44 @@ class DraftLengths:
             active: Rows that take part.
         """
         with self._timed():
-            lengths = self._policy.draft_lengths()
-        return self._bounded(lengths.cpu(), torch.tensor(active), self._most().cpu()).tolist()
+            wish = self._policy.draft_lengths()
+        return self._bounded(wish.tolist(), active, self._most().tolist())
 
-    def after(self, done: FinishedRound, times: PhaseTimes | None, active: Tensor) -> PendingLengths:
+    def after(self, done: FinishedRound, times: PhaseTimes | None) -> PendingLengths:
         """Return what the device can tell of the next round's lengths; the host has the last word in `settle`.
 
         Args:
             done: The round that is over on the device. The policy learns from it, unless it overtook its wish.
             times: Seconds of the round before.
-            active: Rows that go on, `[rows]`, bool.
         """
         most, plan = self._most(), done.plan
         if plan.deferred is not None:
-            return PendingLengths(most, plan)
+            return PendingLengths(plan, [most])
         with self._timed():
             outcome = outcome_of(done, self.requires, times)
             if self._device == HOST:
-                return PendingLengths(most, plan, outcome, signals=[*numbers_of(outcome).values()])
+                return PendingLengths(plan, [most], outcome, [*numbers_of(outcome).values()])
             self._policy.observe(outcome)
-            lengths = self._policy.draft_lengths()
-        return PendingLengths(self._bounded(lengths, active, most), plan, outcome, answered=True)
+            return PendingLengths(plan, [most, self._policy.draft_lengths()], outcome)
 
-    def settle(self, pending: PendingLengths, lengths: list[int], fetched: Fetched) -> list[int]:
+    def settle(self, pending: PendingLengths, fetched: Fetched) -> list[int]:
         """Return the lengths of the next round.
 
         Args:
             pending: What `after` has returned.
-            lengths: Its lengths.
-            fetched: What the host knows of the round.
+            fetched: What the host has been told of it and of the round.
         """
-        if pending.answered:
-            return lengths
+        most, *answer = fetched.lengths
         with self._timed():
-            if pending.outcome is None:
-                wish = torch.tensor(pending.plan.deferred)
+            if pending.plan.deferred is not None:
+                wish = list(pending.plan.deferred)
+            elif answer:
+                (wish,) = answer
             else:
+                assert pending.outcome is not None
                 self._policy.observe(fetched_outcome(pending.outcome, pending.plan.active_rows, fetched))
-                wish = self._policy.draft_lengths()
-            bounded: list[int] = self._bounded(wish, torch.tensor(fetched.going_on), torch.tensor(lengths)).tolist()
-        return bounded
+                wish = self._policy.draft_lengths().tolist()
+            return self._bounded(wish, fetched.going_on, most)
 
     def monitor(self, expect: Expect) -> DraftMonitor:
         """Return what a drafter asks in one round."""
@@ -207,6 +203,5 @@ class DraftLengths:
         most, room = (self._sequences.remaining - 1).clamp_min(0), self._drafter.room()
         return most if room is None else torch.minimum(most, room)
 
-    def _bounded(self, lengths: Tensor, active: Tensor, most: Tensor) -> Tensor:
-        config = self._config
-        return usable_lengths(lengths, active, most, config.max_draft_length, fill=config.fill_to_batch)
+    def _bounded(self, wish: Sequence[int], active: Sequence[bool], most: Sequence[int]) -> list[int]:
+        return usable_lengths(wish, active, most, self._config.max_draft_length, fill=self._config.fill_to_batch)

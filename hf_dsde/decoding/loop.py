@@ -176,18 +176,18 @@ class SpeculativeLoop:
         if ahead.overlaps:
             self._clock.mark()
             ahead.stage(going_on, candidates.width, plain=probes or plan.foretells_plain(1))
-        pending = self._lengths.after(done, self._log.times, going_on)
-        vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, pending.lengths]
+        pending = self._lengths.after(done, self._log.times)
+        vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, *pending.vectors]
         download = Download(vectors, new_tokens, pending.signals)
         # No pass is needed after the last token that any row may emit.
         more = min(sequences.generated_counts) + 1 < sequences.max_new_tokens
         with ahead.running(draft=not probes, plain=more and (probes or plan.foretells_plain(2))):
-            (generated, emitted, ends, accepted, drafted, lengths), host_tokens, signals = download.wait()
+            (generated, emitted, ends, accepted, drafted, *lengths), host_tokens, signals = download.wait()
         sequences.synchronise(generated, host_tokens)
         self._drafter.update_candidate_strategy(sequences, scores, accepted, drafted)
         self._hand_out(done, emitted, ends)
-        going_on_rows = [on and not end for on, end in zip(plan.active_rows, ends, strict=True)]
-        lengths = self._lengths.settle(pending, lengths, Fetched(drafted, accepted, going_on_rows, signals))
+        stays = [on and not end for on, end in zip(plan.active_rows, ends, strict=True)]
+        counts = self._lengths.settle(pending, Fetched(drafted, accepted, stays, lengths, signals))
         self._log.add(
             done,
             pending.outcome,
@@ -198,7 +198,7 @@ class SpeculativeLoop:
             pass_rows=len(self._target.live_rows),
             recorded=self.recording_costs.passes,
         )
-        return self._next_plan(plan, lengths)
+        return self._next_plan(plan, counts)
 
     def _draft(self, plan: RoundPlan) -> CandidateBatch:
         """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""

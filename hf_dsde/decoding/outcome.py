@@ -50,12 +50,14 @@ class Fetched:
         drafted: Tokens that each row drafted.
         accepted: How many of them the target accepted.
         going_on: Rows that are generated further.
+        lengths: What is pending of the next round's lengths, each with an entry per row.
         numbers: Values of `numbers_of` the outcome.
     """
 
     drafted: Sequence[int]
     accepted: Sequence[int]
     going_on: Sequence[bool]
+    lengths: Sequence[list[int]]
     numbers: Sequence[Tensor]
 
 

@@ -79,20 +79,22 @@ class RoundPlan:
         return self.next_plain_streak >= rounds and self.deferred is None
 
 
-def usable_lengths(lengths: Tensor, active: Tensor, most: Tensor, longest: int, *, fill: bool) -> Tensor:
-    """Return a policy's lengths, lowered to what rows can use, `[rows]`, int64. All tensors are on one device.
+def usable_lengths(
+    wish: Sequence[int], active: Sequence[bool], most: Sequence[int], longest: int, *, fill: bool
+) -> list[int]:
+    """Return a policy's lengths, lowered to what rows can use.
 
     Args:
-        lengths: What the policy wants, `[rows]`, int64.
-        active: Rows still being generated, `[rows]`, bool.
-        most: Draft tokens that each row has a use for, `[rows]`, int64.
+        wish: What the policy wants of each row.
+        active: Rows still being generated.
+        most: Draft tokens that each row has a use for.
         longest: The longest draft of any row.
         fill: Whether every active row drafts as many tokens as the batch's longest.
     """
-    lengths = torch.where(active, lengths.clamp(0, longest), 0)
+    lengths = [min(max(length, 0), longest) if on else 0 for length, on in zip(wish, active, strict=True)]
     if fill:
-        lengths = torch.where(active, lengths.max(), 0)
-    return torch.minimum(lengths, most)
+        lengths = [max(lengths) if on else 0 for on in active]
+    return [min(length, bound) for length, bound in zip(lengths, most, strict=True)]
 
 
 def next_plan(

@@ -220,8 +220,9 @@ class RoundOutcome:
 class StoppingPolicy(ABC):
     """Decides how many tokens each sequence drafts. One instance serves one call of `generate` at a time.
 
-    Subclasses keep their state in tensors on `BatchInfo.device`, with one entry per row, and make it afresh in
-    `start`: two equal calls must behave equally. They never synchronise with the host.
+    Subclasses keep state with one entry per row, and make it afresh in `start`: two equal calls must behave equally.
+    They are told and answer in tensors on `BatchInfo.device`. Where that is the host, a few arrays or lists are the
+    fastest state. Those that stop inside rounds are asked beside the drafts, and never synchronise with the host.
     """
 
     name: ClassVar[str]
