@@ -90,8 +90,9 @@ class SequenceBatch:
             first: Position of the first token to return.
         """
         begin = self.prompt_width - self.prompt_lengths[row] + first
+        end = self.prompt_width + self.generated_counts[row]
         # Asked of every row in every round; a view of numpy's is made in a fraction of the time.
-        tokens: list[int] = self.host_tokens.numpy()[row, begin : self.prompt_width + self.generated_counts[row]].tolist()
+        tokens: list[int] = self.host_tokens.numpy()[row, begin:end].tolist()
         return tokens
 
     def row_tokens(self, row: int) -> Tensor:

@@ -38,8 +38,8 @@ def corpus_texts(corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase | Non
     if isinstance(corpus, (str, bytes, Mapping)):
         kind = "a mapping" if isinstance(corpus, Mapping) else "one text"
         msg = (
-            f"corpus: expected several texts, got {kind} ({type(corpus).__name__}). Pass a list of texts, a column of a "
-            "data set (dataset['text']), or a pathlib.Path of a file that `save_memory` wrote."
+            f"corpus: expected several texts, got {kind} ({type(corpus).__name__}). Pass a list of texts, a column "
+            "of a data set (dataset['text']), or a pathlib.Path of a file that `save_memory` wrote."
         )
         raise TypeError(msg)
     for number, text in enumerate(corpus):

@@ -297,5 +297,6 @@ class TextIndex:
             at -= 1
         for parent, token in reversed(way):
             below = parent.before[token]
-            if below == place or below == [] or (isinstance(below, _Branch) and not below.places):
-                del parent.before[token]
+            if not isinstance(below, int) and (below.places if isinstance(below, _Branch) else below):
+                break
+            del parent.before[token]

@@ -25,9 +25,9 @@ class SSSDDrafter(MemoryDrafter):
     """Proposes the likeliest continuation by two sources together, the row's text and a datastore.
 
     The token after the last ones has a probability by each source: the share of it among what followed the longest
-    suffix that is found, of at most three tokens in the row's own text. What that text says is damped, since it has seen
-    little. Both are added with weights; a source that has not gone on like the proposal drops out. The published method
-    puts all likely continuations into a tree; a chain is the likeliest one of them.
+    suffix that is found, of at most three tokens in the row's own text. What that text says is damped, since it has
+    seen little. Both are added with weights; a source that has not gone on like the proposal drops out. The published
+    method puts all likely continuations into a tree; a chain is the likeliest one of them.
 
     The other part of it, how many tokens a batch of `b` rows can verify before a pass takes longer (the published
     `peak FLOPS / bandwidth / b`), is what policies that weigh costs find out from measured passes: `auto`, `goodput`,

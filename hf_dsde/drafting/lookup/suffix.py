@@ -1,4 +1,4 @@
-"""Drafts by the longest suffixes that stood before, in the row's text or in others (SuffixDecoding, arXiv 2411.04975)."""
+"""Drafts by the suffixes of a text that stood before, in itself or in others (SuffixDecoding, arXiv 2411.04975)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class SuffixDrafter(MemoryDrafter):
     """Proposes what most often followed the end of a row's text: earlier in it, in earlier answers, in a corpus.
 
     Of each suffix of the text that stood before, the most frequent continuation is followed token by token, at most
-    `per_match` tokens per token of the suffix, and as long as all of it has at least `min_probability`. The one with the
-    best score is proposed: that is the sum over its tokens of the probability that all up to there stand, by the counts,
-    and so the number of tokens expected to be accepted (SuffixDecoding, arXiv 2411.04975, section 3). The row's own text
-    and the memory that the rows share are asked apart, and the better of both is taken.
+    `per_match` tokens per token of the suffix, and as long as all of it has at least `min_probability`. The one with
+    the best score is proposed: that is the sum over its tokens of the probability that all up to there stand, by the
+    counts, and so the number of tokens expected to be accepted (SuffixDecoding, arXiv 2411.04975, section 3). The row's
+    own text and the memory that the rows share are asked apart, and the better of both is taken.
 
     The policy says how much a row may draft at most; nothing is proposed where nothing stood before. Texts stay the
     target's own, whatever is in the memory. One drafter may serve many calls, one after another, and remembers the
