@@ -1,4 +1,4 @@
-"""Drafts out of texts: the target's own text comes out, fast where texts repeat, whatever others have written before."""
+"""Drafts out of texts: the text stays the target's own, and comes faster where texts repeat."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def test_the_text_is_the_targets_own(family: str, policy: str) -> None:
     target, inputs = endless_model(family), ragged_batch([1, 9, 4, 6])
     answers = plain(target, inputs, max_new_tokens=24)[:, 6:].tolist()
     wrong = [[token if place % 7 else 5 for place, token in enumerate(text)] for text in answers[::2]]
-    for name in DRAFTERS:
-        drafter = DRAFTERS[name](wrong, share_answers=policy != "goodput")
+    for make in DRAFTERS.values():
+        drafter = make(wrong, share_answers=policy != "goodput")
         output = compared(target, drafter, inputs, policy, max_new_tokens=24)
         assert policy != "static" or output.speculation_statistics.accepted > 10
 

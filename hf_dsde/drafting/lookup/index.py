@@ -124,7 +124,8 @@ class TextIndex:
             context first. Of several contexts with the same places there is the longest. A place is that of the
             context's last token: see `after`.
         """
-        held, shift, found = self._tokens, self._shift, []
+        held, shift = self._tokens, self._shift
+        found: list[tuple[int, _Places]] = []
         known, length, places = self._root, 0, []
         longest = min(len(end), DEPTH)
         while length < longest:
