@@ -1,4 +1,4 @@
-"""What the index of texts takes of memory and time, and how many tokens drafts out of texts spare, on text that is known.
+"""What the index of texts takes of memory and time, and how many tokens drafts out of texts bring, on known texts.
 
 python benchmarks/suffix_structure.py --output benchmarks/results/suffix_structure.json
 

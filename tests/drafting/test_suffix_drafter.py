@@ -22,7 +22,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 import hf_dsde
 from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.drafting import DraftCall, Drafter
+from hf_dsde.drafting import DraftCall, Drafter, RoundPlan
 from hf_dsde.drafting.lookup.continuation import Continuation
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -140,6 +140,22 @@ def test_the_score_is_the_expected_number_of_tokens_that_stand() -> None:
     assert list(choosy.propose(begun(choosy, [[3, 5, 6]]), [9])[0].tokens) == []
 
 
+def test_scores_are_compared_with_what_stands() -> None:
+    target, inputs = endless_model(), ragged_batch([7, 12, 9])
+    answers = plain(target, inputs, max_new_tokens=24).tolist()
+    right, wrong = hf_dsde.SuffixDrafter(answers), hf_dsde.SuffixDrafter([[*row[:-24], *[7] * 24] for row in answers])
+    assert right.trust == wrong.trust == 0.5
+    for _ in range(3):
+        compared(target, right, inputs, "static", max_new_tokens=24)
+    assert right.trust > 0.9
+    sequences = begun(wrong, [[row[-25]] for row in answers])
+    for _ in range(60):
+        plan = RoundPlan(torch.full((3,), 4), [4] * 3, torch.ones(3).bool(), [True] * 3)
+        drafted = wrong.get_candidates(sequences, plan, hf_dsde.drafting.DraftMonitor(None, frozenset(), "cpu", print))
+        wrong.update_candidate_strategy(sequences, torch.empty(0), [0] * 3, drafted.host_lengths or [])
+    assert wrong.trust < 0.1
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3"])
 @pytest.mark.parametrize("policy", ["static", "goodput", "auto"])
 def test_the_text_is_the_targets_own(family: str, policy: str) -> None:
@@ -151,6 +167,18 @@ def test_the_text_is_the_targets_own(family: str, policy: str) -> None:
         drafter = make(wrong, share_answers=policy != "goodput")
         output = compared(target, drafter, inputs, policy, max_new_tokens=24)
         assert policy != "static" or output.speculation_statistics.accepted > 10
+
+
+@pytest.mark.usefixtures("recording")
+def test_the_text_is_the_targets_own_by_recorded_passes() -> None:
+    """Between which the host takes in the answers that are over."""
+    target, drafter = endless_model(), hf_dsde.SuffixDrafter()
+    for _ in range(2):
+        output = compared(target, drafter, ragged_batch([1, 9, 4, 6]), "static", max_new_tokens=24)
+    assert output.speculation_statistics.accepted > 40
+    prompts = prompts_of_a_job()
+    expected = [result.token_ids for result in job(target, target, prompts)]
+    assert [result.token_ids for result in job(target, drafter, prompts)] == expected
 
 
 @pytest.mark.parametrize("name", ["suffix", "sssd", "prompt_lookup"])

@@ -13,7 +13,8 @@ class Continuation:
     Attributes:
         tokens: In their order.
         score: How many of them are expected to stand: the sum over tokens of the probability that all up to it do, by
-            the counts that they were chosen by (SuffixDecoding, arXiv 2411.04975, section 3).
+            the counts that they were chosen by (SuffixDecoding, arXiv 2411.04975, section 3). It is not more than the
+            number of tokens.
         match: Tokens at the end of the text that were found elsewhere.
     """
 

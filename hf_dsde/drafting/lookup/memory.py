@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ from hf_dsde.utils.checks import check_flag, check_integer
 MEMORY_TOKENS = 1_000_000
 PROMPT_TAIL = 8
 """Tokens of its prompt that an answer is remembered with: they show how answers begin."""
+
+
+TAKEN_IN = 256
+"""Tokens of answers that are over which are taken in at a time, and what is left of the last answer: at most a
+millisecond's work."""
 
 
 class MemoryDrafter(TextDrafter[TextIndex]):
@@ -50,13 +56,14 @@ class MemoryDrafter(TextDrafter[TextIndex]):
             digest.update(np.array([len(text), *text], dtype=np.int64).tobytes())
             self._memory.add(text)
         self._corpus_digest = digest.hexdigest() if tokens else None
-        self._unread: list[list[int]] = []  # answers that are over and not in the memory yet
+        self._unread: deque[list[int]] = deque()  # answers that are over and not in the memory yet
         self._over: set[int] = set()  # rows whose answers are among them, or in the memory
 
     @property
     def memory(self) -> TextIndex:
         """Corpus and answers, as far as they are not forgotten."""
-        self._take_in()
+        while self._unread:
+            self._take_in()
         return self._memory
 
     def save_memory(self, file: str | os.PathLike[str]) -> None:
@@ -97,7 +104,7 @@ class MemoryDrafter(TextDrafter[TextIndex]):
         self._over = set()
 
     def propose(self, sequences: SequenceBatch, most: Sequence[int]) -> list[Continuation]:
-        """As for every drafter of texts, once the memory knows the answers that are over."""
+        """As for every drafter of texts, after answers were taken in that nobody had time for before."""
         self._take_in()
         return super().propose(sequences, most)
 
@@ -135,6 +142,9 @@ class MemoryDrafter(TextDrafter[TextIndex]):
                 self._unread.append(sequences.host_text(row, first=first))
 
     def _take_in(self) -> None:
-        for answer in self._unread:
+        """Take in some of the answers that were put aside, few enough for no round to take notice."""
+        taken = 0
+        while self._unread and taken < TAKEN_IN:
+            answer = self._unread.popleft()
             self._memory.add(answer)
-        self._unread = []
+            taken += len(answer)

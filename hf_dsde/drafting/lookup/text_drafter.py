@@ -9,6 +9,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from torch import Tensor
+
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter
@@ -29,6 +31,11 @@ class GrowingText(Protocol):
 
 Text = TypeVar("Text", bound=GrowingText)
 
+FIRST_PROMISE = 16.0
+"""Tokens that scores are thought to have promised before anything was verified, half of which stood."""
+LONGEST_PROMISE = 1000.0
+"""Promised tokens that are remembered: what is older counts ever less."""
+
 
 class TextDrafter(Drafter, Generic[Text]):
     """Proposes, of each row, what the text makes likely. A row that nobody asks for costs nothing."""
@@ -38,10 +45,22 @@ class TextDrafter(Drafter, Generic[Text]):
         """All of a kind cost the same, also one that was made for a single call."""
         return type(self)
 
+    @property
+    def trust(self) -> float:
+        """Accepted tokens per token that the scores promised, over the last rounds, also of earlier calls.
+
+        A score takes what was seen for all that there is, and so promises too much where little was seen. By how much
+        is about the same for all scores on texts of a kind: of a proposal, `trust * score` tokens stand in the mean.
+        """
+        return self._kept / self._promised
+
+    _promised, _kept = FIRST_PROMISE, FIRST_PROMISE / 2
+
     def start(self, call: DraftCall) -> None:
         """Forget the rows of an earlier call."""
         super().start(call)
         self._texts: list[Text | None] = [None] * call.sequences.rows
+        self._scores: list[float] = []  # of the proposals that are being verified
 
     @abstractmethod
     def new_text(self) -> Text:
@@ -57,7 +76,7 @@ class TextDrafter(Drafter, Generic[Text]):
         """
 
     def propose(self, sequences: SequenceBatch, most: Sequence[int]) -> list[Continuation]:
-        """Return the proposals of all rows, with the number of tokens of each that are expected to stand.
+        """Return the proposals of all rows, each with the number of its tokens that are expected to stand; see `trust`.
 
         Args:
             sequences: The batch of this call.
@@ -71,6 +90,13 @@ class TextDrafter(Drafter, Generic[Text]):
             raise RuntimeError(msg)
         return [self.continuation(self._read(row), n) if n else NOTHING for row, n in enumerate(most)]
 
+    def prefill(self, rows: Sequence[int]) -> bool:
+        """Read the texts of rows that draft for the first time, so that no round's seconds count it."""
+        unread = [row for row in rows if self._texts[row] is None]
+        for row in unread:
+            self._read(row)
+        return bool(unread)
+
     def get_candidates(  # type: ignore[override] # as in `Drafter`
         self,
         sequences: SequenceBatch,
@@ -79,7 +105,23 @@ class TextDrafter(Drafter, Generic[Text]):
     ) -> CandidateBatch:
         """Propose as many tokens as are likely, within what the rows may draft."""
         proposals = self.propose(sequences, plan.length_counts)
+        self._scores = [proposal.score for proposal in proposals]
         return CandidateBatch.of_lists([proposal.tokens for proposal in proposals], sequences.device)
+
+    def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
+        self,
+        sequences: SequenceBatch,  # noqa: ARG002
+        scores: Tensor,  # noqa: ARG002
+        num_matches: Sequence[int],
+        drafted: Sequence[int],  # noqa: ARG002
+    ) -> None:
+        """Compare what stands with what the scores promised."""
+        promised = sum(self._scores)
+        if promised > 0:
+            past = min(1.0, LONGEST_PROMISE / self._promised)
+            self._promised = past * self._promised + promised
+            self._kept = past * self._kept + sum(num_matches)
+        self._scores = []
 
     def _read(self, row: int) -> Text:
         """Show a row's new tokens to what is kept of its text."""
