@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 
@@ -167,6 +168,13 @@ def test_the_text_is_the_targets_own(family: str, policy: str) -> None:
 def test_a_drafter_is_named(name: str) -> None:
     output = compared(cycling_model(), name, ragged_batch(EIGHT), "static", max_new_tokens=40)
     assert output.speculation_statistics.acceptance_rate > 0.5
+
+
+def test_a_drafter_is_named_to_the_decoding_method_itself() -> None:
+    inputs, call = ragged_batch(EIGHT), {"max_new_tokens": 12, "do_sample": False}
+    method = functools.partial(hf_dsde.generate, assistant_model="suffix", speculation_policy="static")
+    text = cycling_model().generate(**inputs, **call, custom_generate=method)
+    assert torch.equal(text, plain(cycling_model(), inputs, max_new_tokens=12))
 
 
 def test_rows_that_sit_out_or_draft_little() -> None:
