@@ -116,12 +116,21 @@ class TextDrafter(Drafter, Generic[Text]):
         drafted: Sequence[int],  # noqa: ARG002
     ) -> None:
         """Compare what stands with what the scores promised."""
-        promised = sum(self._scores)
-        if promised > 0:
-            past = min(1.0, LONGEST_PROMISE / self._promised)
-            self._promised = past * self._promised + promised
-            self._kept = past * self._kept + sum(num_matches)
+        if self._scores:
+            self.judge(self._scores, num_matches)
         self._scores = []
+
+    def judge(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
+        """Learn how much scores can be trusted.
+
+        Args:
+            scores: Of proposals that were verified, 0 for rows that had none.
+            accepted: Tokens of each that stand.
+        """
+        pairs = [(score, stand) for score, stand in zip(scores, accepted, strict=True) if score > 0]
+        past = min(1.0, LONGEST_PROMISE / self._promised)
+        self._promised = past * self._promised + sum(score for score, _ in pairs)
+        self._kept = past * self._kept + sum(stand for _, stand in pairs)
 
     def _read(self, row: int) -> Text:
         """Show a row's new tokens to what is kept of its text."""
