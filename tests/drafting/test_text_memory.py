@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
+from test_drafters import cycling_model
 from test_suffix_drafter import Texts, begun, write
 from tiny_calls import assert_same_text, compared, endless_model, plain, speculative
 from tiny_models import VOCABULARY, ragged_batch
@@ -35,6 +36,17 @@ def test_answers_of_earlier_calls_are_known_where_they_are_shared() -> None:
         accepted[shares] = [output.speculation_statistics.accepted for output in outputs]
     assert accepted[False][0] == accepted[False][1]
     assert accepted[True][1] > 40 > accepted[True][0]
+
+
+def test_rows_that_have_finished_serve_those_that_go_on() -> None:
+    drafter = hf_dsde.SuffixDrafter()
+    sequences = begun(drafter, [[3, 4], [5, 6], [7, 8]])
+    write(sequences, [[20, 21, 22], [30], [20]])
+    drafter.keep_rows([1, 2])
+    assert list(drafter.propose(sequences, [0, 9, 9])[2].tokens) == [21]
+    write(sequences, [[], [31], [21]])
+    drafter.finish()
+    assert drafter.memory.texts == [[3, 4, 20, 21, 22], [5, 6, 30, 31], [7, 8, 20, 21]]
 
 
 def job(target: PreTrainedModel, drafter: Any, prompts: Texts, rows: int = 3, **arguments: Any) -> list[Any]:
@@ -87,6 +99,20 @@ def test_the_text_is_the_targets_own_where_the_host_works_beside_the_device(monk
     prompts = prompts_of_a_job()
     expected = [result.token_ids for result in job(target, target, prompts)]
     assert [result.token_ids for result in job(target, drafter, prompts)] == expected
+
+
+@pytest.mark.parametrize("name", ["suffix", "sssd", "prompt_lookup"])
+def test_a_row_that_begins_another_text_drafts_as_if_it_had_begun_with_it(name: str) -> None:
+    target = cycling_model()
+    prompts = [prompt * 2 for prompt in prompts_of_a_job()[1:8]]
+
+    def counts(drafter: Any, prompts: Texts) -> list[tuple[int, int]]:
+        results = job(target, drafter, prompts, rows=1)
+        return [(result.statistics.drafted, result.statistics.accepted) for result in results]
+
+    made = {"suffix": hf_dsde.SuffixDrafter, "sssd": hf_dsde.SSSDDrafter}
+    apart = made[name](share_answers=False) if name in made else name
+    assert counts(apart, prompts) == [count for prompt in prompts for count in counts(apart, [prompt])]
 
 
 @pytest.mark.parametrize("policy", ["goodput", "auto"])
