@@ -76,7 +76,8 @@ class TextIndex:
         """Let the newest text go on with some tokens."""
         if not tokens:
             return
-        self.largest_token = max(self.largest_token, max(tokens))
+        largest = max(tokens)
+        self.largest_token = max(self.largest_token, largest)
         held = self._tokens
         # The last token had no follower so far, so nobody could have learnt from its place.
         first = len(held) - 2 + self._shift
