@@ -147,9 +147,9 @@ class RefillLoop(SpeculativeLoop):
             if isinstance(self._process, RowProcessors) and self._setup.processors is not None:
                 self._process.begin(row, self._setup.processors(request))
         self._ahead.forget_plain()
+        self._drafter.begin_texts(rows)
         self._sequences.replace_rows(rows, prompts, [request.max_new_tokens for request in requests])
         spans = [Span(row, 0, len(prompt) - 1) for row, prompt in zip(rows, prompts, strict=True)]
-        self._drafter.begin_texts(rows)
         self._prefill.store(spans)
         taken = set(rows)
         places = [-1 if row in taken else row for row in range(self._sequences.rows)]
