@@ -11,7 +11,9 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
-# Byte code is made of what is imported when it is imported; most of what is installed never is.
+# Byte code is made of what is imported when it is imported; most of what is installed never is. It must then be kept, or
+# every process compiles torch and transformers again, which takes longer than importing them.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal
 
