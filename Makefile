@@ -36,6 +36,8 @@ venv: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; hf-dsde needs 3.10 or newer: make venv PYTHON=/path/to/python3")'
 	$(PYTHON) -m venv $(VENV)
+# Python 3.10 and 3.11 come with a pip that takes twice as long to choose among the wheels of an index.
+	$(PIP_INSTALL) --constraint constraints.txt --upgrade pip
 	$(PIP_INSTALL) --constraint constraints.txt --editable '.[demo,dev]'
 	@touch $@
 
