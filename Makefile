@@ -62,13 +62,15 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	tests/replay \
 	$(patsubst %,tests/trace/test_%.py,position_signals prompts recording_memory schema summary writer) \
 	$(patsubst %,tests/bench/test_%.py,bench_view results workloads) \
-	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli input_rows map_cache memory_plan \
-	out_of_memory output output_on_disk prefetch row_results) \
+	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli data_sets input_rows map_cache \
+	memory_plan out_of_memory output output_on_disk prefetch row_results) \
 	tests/kernels/test_kernels.py \
-	$(patsubst %,tests/test_%.py,config evaluate_modules live_plots signals) \
-	$(patsubst %,tests/execution/test_%.py,cuda_graphs) \
-	$(patsubst %,tests/decoding/test_%.py,run_ahead_plain transfers verification) \
-	$(patsubst %,tests/measurement/test_%.py,statistics clock learnt_draft_costs)
+	$(patsubst %,tests/test_%.py,config evaluate_modules live_plots performance_report signals train_head_example \
+	train_head_stages tuning) \
+	$(patsubst %,tests/execution/test_%.py,cuda_graphs row_block) \
+	$(patsubst %,tests/decoding/test_%.py,run_ahead_plain sampling_law transfers verification) \
+	$(patsubst %,tests/drafting/test_%.py,chain launches) \
+	$(patsubst %,tests/measurement/test_%.py,clock costs learnt_draft_costs speculation_cost statistics)
 
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PYTEST) -m "not slow" $(addprefix --ignore=,$(WITHOUT_TRANSFORMERS)) \
