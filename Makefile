@@ -11,7 +11,9 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
-# Byte code is made of what is imported when it is imported; most of what is installed never is.
+# Byte code is made of what is imported when it is imported; most of what is installed never is. It must then be kept, or
+# every process compiles torch and transformers again, which takes longer than importing them.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal
 
@@ -34,6 +36,8 @@ venv: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; hf-dsde needs 3.10 or newer: make venv PYTHON=/path/to/python3")'
 	$(PYTHON) -m venv $(VENV)
+# Python 3.10 and 3.11 come with a pip that takes twice as long to choose among the wheels of an index.
+	$(PIP_INSTALL) --constraint constraints.txt --upgrade pip
 	$(PIP_INSTALL) --constraint constraints.txt --editable '.[demo,dev]'
 	@touch $@
 
@@ -58,13 +62,15 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	tests/replay \
 	$(patsubst %,tests/trace/test_%.py,position_signals prompts recording_memory schema summary writer) \
 	$(patsubst %,tests/bench/test_%.py,bench_view results workloads) \
-	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli input_rows map_cache memory_plan \
-	out_of_memory output output_on_disk prefetch row_results) \
-	tests/kernels/test_kernels.py tests/drafting/test_text_index.py \
-	$(patsubst %,tests/test_%.py,config evaluate_modules live_plots signals) \
-	$(patsubst %,tests/execution/test_%.py,cuda_graphs) \
-	$(patsubst %,tests/decoding/test_%.py,run_ahead_plain transfers verification) \
-	$(patsubst %,tests/measurement/test_%.py,statistics clock learnt_draft_costs)
+	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli data_sets input_rows map_cache \
+	memory_plan out_of_memory output output_on_disk prefetch row_results) \
+	tests/kernels/test_kernels.py \
+	$(patsubst %,tests/test_%.py,config evaluate_modules live_plots performance_report signals train_head_example \
+	train_head_stages tuning) \
+	$(patsubst %,tests/execution/test_%.py,cuda_graphs row_block) \
+	$(patsubst %,tests/decoding/test_%.py,run_ahead_plain sampling_law transfers verification) \
+	$(patsubst %,tests/drafting/test_%.py,chain launches text_index) \
+	$(patsubst %,tests/measurement/test_%.py,clock costs learnt_draft_costs speculation_cost statistics)
 
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PYTEST) -m "not slow" $(addprefix --ignore=,$(WITHOUT_TRANSFORMERS)) \

@@ -61,9 +61,14 @@ def pytest_report_header() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    if hasattr(config, "workerinput"):
+        # Nobody waits for a slow test at the end while the other cores have nothing left to do. Those that run whole
+        # examples take longest and are collected last.
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [*reversed(slow), *(item for item in items if not item.get_closest_marker("slow"))]
     if torch.cuda.is_available():
         return
     for item in items:

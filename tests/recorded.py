@@ -61,15 +61,21 @@ class _Notes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in WAITS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
-        noted = tree_map_only(Tensor, self.place, (args, kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        outputs, _ = tree_flatten(result)
+        kwargs = kwargs or {}
+        noted = [self._note(value) for value in args], {name: self._note(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        outputs = _leaves(result)
         for output in outputs:
             if isinstance(output, Tensor):
                 self.numbers[id(output)] = next(self._next)
         self._kept.append((args, kwargs, result))
         self.calls.append((func, *noted, [self.numbers.get(id(output)) for output in outputs]))
         return result
+
+    def _note(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.place(value)
+        return [self._note(part) for part in value] if isinstance(value, list | tuple) else value
 
     def place(self, tensor: Tensor) -> _Result | _Address:
         number = self.numbers.get(id(tensor))
@@ -82,24 +88,28 @@ class _Notes(TorchDispatchMode):
 class _Call:
     """One noted operation. Which of its arguments are tensors is found out once and not in every replay."""
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[Any]) -> None:
+    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], numbers: list[Any]) -> None:
         self._func, self._numbers = func, numbers
         self._args, self._kwargs = list(args), dict(kwargs)
         self._places: list[tuple[Any, Any, Any]] = [
             (values, key, place)
             for values, items in ((self._args, enumerate(args)), (self._kwargs, kwargs.items()))
             for key, place in items
-            if any(isinstance(leaf, _Result | _Address) for leaf in tree_flatten(place)[0])
+            if any(isinstance(leaf, _Result | _Address) for leaf in _leaves(place))
         ]
 
     def __call__(self, made: dict[int, Tensor]) -> None:
         for values, key, place in self._places:
             values[key] = _find(place, made)
         output = self._func(*self._args, **self._kwargs)
-        outputs = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
-        made.update({n: out for n, out in zip(self._numbers, outputs, strict=True) if n is not None})
+        made.update({n: out for n, out in zip(self._numbers, _leaves(output), strict=True) if n is not None})
         for values, key, place in self._places:
             values[key] = place  # a replay keeps no tensor
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What is in the lists and tuples that operations take and return; a general `tree_flatten` takes much longer."""
+    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, list | tuple) else [value]
 
 
 def _find(place: Any, made: dict[int, Tensor]) -> Any:

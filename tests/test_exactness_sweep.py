@@ -50,15 +50,16 @@ def test_every_policy_gives_plain_text_whatever_the_draft(family: str) -> None:
     target = tiny_model(family, seed=number)
     target.generation_config.eos_token_id = None
     inputs = ragged_batch(random_lengths(rows, seed=number), seed=number)
-    endless = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    arguments = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": PAD}
+    endless = target.generate(**arguments)
     ends = ends_in(endless[:, inputs["input_ids"].shape[1] :], number)
-    for place, (eos, (agreement, noise)) in enumerate(itertools.product((None, ends), AGREEMENT.items())):
-        arguments = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": PAD}
+    ending = target.generate(**arguments, eos_token_id=ends)
+    hf_dsde.enable(target)
+    cases = itertools.product(((None, endless), (ends, ending)), AGREEMENT.items())
+    for place, ((eos, plain), (agreement, noise)) in enumerate(cases):
         if eos is not None:
             arguments["eos_token_id"] = eos
-        plain = hf_dsde.disable(target).generate(**arguments)
         draft = noisy_copy(target, noise, seed=number + 1)
-        hf_dsde.enable(target)
         for turn, (name, policy) in enumerate(policies(number).items()):
             if (turn + place + number) % 6 == 0:
                 text = target.generate(**arguments, assistant_model=draft, speculation_policy=policy)

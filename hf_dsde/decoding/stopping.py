@@ -116,7 +116,7 @@ class Stopping:
 
     def final_lengths(self) -> list[int]:
         """Return how many generated tokens of each row the output shows. Call it when all rows have finished."""
-        lengths = [self.final_length(row) for row in range(len(self.ends))]
+        lengths = self.ends if self.pads_ended_rows else [self.width()] * len(self.ends)
         known = [length for length in lengths if length is not None]
         if len(known) < len(lengths):
             msg = "final lengths were asked for while a row is still being generated"

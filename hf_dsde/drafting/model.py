@@ -63,9 +63,10 @@ class ModelDrafter(ChainDrafter):
 
     def _store_missing(self, rows: Sequence[int]) -> bool:
         sequences = self.call.sequences
+        lengths = sequences.length_counts
         spans = []
         for row in rows:
-            end = sequences.length_counts[row] - 1
+            end = lengths[row] - 1
             end = end if self._context is None else min(end, self._context)
             spans.append(Span(row, self._cached[row], end - self._cached[row]))
         spans = [span for span in spans if span.count > 0]

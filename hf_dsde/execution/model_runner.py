@@ -254,14 +254,13 @@ class ModelRunner(ABC):
             hidden: Gets the hidden states of all `tokens`, `[len(tokens), H]` each, if there are none in it yet; those
                 of the group are written there.
         """
-        rows = [self.live_rows.index(span.row) for span, _ in group]
+        place = {row: index for index, row in enumerate(self.live_rows)}
+        rows = [place[span.row] for span, _ in group]
         # All rows in their order are the cache as it is; others have to be copied out of it in every layer.
         chosen = None if rows == list(range(len(self.live_rows))) else upload(rows, self.device)
         counts, starts, offsets = torch.tensor([(span.count, span.start, first) for span, first in group]).T[..., None]
         step = max(1, min(PADDED_COLUMNS, self._options.prefill_chunk // len(group)))
-        widest = int(counts.max())
-        for first in range(0, widest, step):
-            column = torch.arange(first, min(first + step, widest))
+        for column in torch.arange(int(counts.max())).split(step):
             real = column < counts
             positions = (starts + column).masked_fill(~real, -1)
             places = (offsets + column).masked_fill(~real, len(tokens) - 1)
@@ -284,8 +283,8 @@ class ModelRunner(ABC):
         Args:
             rows: Rows of the batch, ascending, of those that are still in.
         """
-        places = [self.live_rows.index(row) for row in rows]
-        self.cache.select_rows(upload(places, self.device))
+        place = {row: index for index, row in enumerate(self.live_rows)}
+        self.cache.select_rows(upload([place[row] for row in rows], self.device))
         self.live_rows = list(rows)
         self._live_index = upload(self.live_rows, self.device)
         self._buffers.clear()

@@ -58,7 +58,7 @@ ATTENTION_CASES = {
     "trees and padding in front": AttentionCase((40, 0, 21, 3), (6, 4, 1, 0), "left", tail=2, tree=True),
     "trees and padding after": AttentionCase((40, 0, 21), (6, 4, 1), "right", tree=True),
     "trees in a window": AttentionCase((40, 0, 21), (16, 9, 2), "left", window=3, tree=True),
-    "trees in a window over several blocks": AttentionCase((300, 60), (30, 7), window=150, tree=True),
+    "trees in a window over several blocks": AttentionCase((300, 60), (18, 5), window=150, tree=True),
     "as many tokens as a tree may have": AttentionCase((20, 3), (64, 64), heads=2, tree=True),
 }
 
