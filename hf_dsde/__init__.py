@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_dsde.heads.saving import save_head
     from hf_dsde.integration.hooks import disable, enable, generate, install, uninstall
     from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+    from hf_dsde.lossy_acceptance import Consultant, LossyAcceptance, LossyAcceptanceWarning, TypicalAcceptance
     from hf_dsde.measurement.rounds import RoundListener, RoundRecord
     from hf_dsde.measurement.statistics import SpeculationStatistics, SpeculationWarning
     from hf_dsde.policies import (
@@ -40,8 +41,11 @@ else:
             "BatchStreamer": "hf_dsde.decoding.streamers",
             "BatchTextStreamer": "hf_dsde.decoding.streamers",
             "ConfidencePolicy": "hf_dsde.policies",
+            "Consultant": "hf_dsde.lossy_acceptance",
             "DSDEStoppingPolicy": "hf_dsde.policies",
             "HeuristicPolicy": "hf_dsde.policies",
+            "LossyAcceptance": "hf_dsde.lossy_acceptance",
+            "LossyAcceptanceWarning": "hf_dsde.lossy_acceptance",
             "RoundListener": "hf_dsde.measurement.rounds",
             "RoundRecord": "hf_dsde.measurement.rounds",
             "RowError": "hf_dsde.batch.generator",
@@ -55,6 +59,7 @@ else:
             "SpeculativeGenerateOutput": "hf_dsde.integration.outputs",
             "StaticPolicy": "hf_dsde.policies",
             "StoppingPolicy": "hf_dsde.policies",
+            "TypicalAcceptance": "hf_dsde.lossy_acceptance",
             "available_policies": "hf_dsde.policies",
             "disable": "hf_dsde.integration.hooks",
             "enable": "hf_dsde.integration.hooks",
@@ -76,8 +81,11 @@ __all__ = [
     "BatchStreamer",
     "BatchTextStreamer",
     "ConfidencePolicy",
+    "Consultant",
     "DSDEStoppingPolicy",
     "HeuristicPolicy",
+    "LossyAcceptance",
+    "LossyAcceptanceWarning",
     "RoundListener",
     "RoundRecord",
     "RowError",
@@ -91,6 +99,7 @@ __all__ = [
     "SpeculativeGenerateOutput",
     "StaticPolicy",
     "StoppingPolicy",
+    "TypicalAcceptance",
     "available_policies",
     "disable",
     "enable",

@@ -13,6 +13,7 @@ from rich.text import Text
 from hf_dsde.batch.input_rows import PROMPT_COLUMNS
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.results import RowResult
+from hf_dsde.lossy_acceptance import EXACT
 from hf_dsde.measurement.views import number
 
 
@@ -39,7 +40,8 @@ def summary(statistics: JobStatistics, seconds: float, policy: str) -> Table:
         policy: Name of the policy.
     """
     speed = statistics.new_tokens / seconds if seconds else None
-    table = Table(title=f"Speculation, policy '{policy}'", show_header=False)
+    lossy = "" if statistics.acceptance == EXACT else f", {statistics.acceptance}"
+    table = Table(title=f"Speculation, policy '{policy}'{lossy}", show_header=False)
     table.add_row("texts", f"{statistics.texts:,}")
     table.add_row("prompt tokens", f"{statistics.prompt_tokens:,}")
     table.add_row("new tokens", f"{statistics.new_tokens:,}")

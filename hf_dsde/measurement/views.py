@@ -15,6 +15,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from hf_dsde.lossy_acceptance import EXACT
+
 if TYPE_CHECKING:
     from hf_dsde.measurement.statistics import SpeculationStatistics
 
@@ -39,7 +41,8 @@ def summary_html(statistics: SpeculationStatistics) -> str:
 
 def _sections(statistics: SpeculationStatistics) -> Iterator[tuple[str, list[tuple[str | _Bar, ...]]]]:
     """The title and the cells of each table; those of numbers have two columns, those of shares a bar between them."""
-    yield f"Speculation, policy '{statistics.policy}'", [*numbers(statistics)]
+    lossy = "" if statistics.acceptance == EXACT else f", {statistics.acceptance}"
+    yield f"Speculation, policy '{statistics.policy}'{lossy}", [*numbers(statistics)]
     if statistics.drafted:
         yield "Acceptance by draft position", [(n, _Bar(share), v) for n, share, v in acceptance_bars(statistics)]
     if statistics.total_seconds > 0:
