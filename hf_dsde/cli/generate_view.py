@@ -40,8 +40,9 @@ def summary(statistics: JobStatistics, seconds: float, policy: str) -> Table:
         policy: Name of the policy.
     """
     speed = statistics.new_tokens / seconds if seconds else None
-    lossy = "" if statistics.acceptance == EXACT else f", {statistics.acceptance}"
-    table = Table(title=f"Speculation, policy '{policy}'{lossy}", show_header=False)
+    table = Table(title=f"Speculation, policy '{policy}'", show_header=False)
+    if statistics.acceptance != EXACT:
+        table.add_row("acceptance", statistics.acceptance)
     table.add_row("texts", f"{statistics.texts:,}")
     table.add_row("prompt tokens", f"{statistics.prompt_tokens:,}")
     table.add_row("new tokens", f"{statistics.new_tokens:,}")

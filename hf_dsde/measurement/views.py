@@ -41,8 +41,7 @@ def summary_html(statistics: SpeculationStatistics) -> str:
 
 def _sections(statistics: SpeculationStatistics) -> Iterator[tuple[str, list[tuple[str | _Bar, ...]]]]:
     """The title and the cells of each table; those of numbers have two columns, those of shares a bar between them."""
-    lossy = "" if statistics.acceptance == EXACT else f", {statistics.acceptance}"
-    yield f"Speculation, policy '{statistics.policy}'{lossy}", [*numbers(statistics)]
+    yield f"Speculation, policy '{statistics.policy}'", [*numbers(statistics)]
     if statistics.drafted:
         yield "Acceptance by draft position", [(n, _Bar(share), v) for n, share, v in acceptance_bars(statistics)]
     if statistics.total_seconds > 0:
@@ -53,6 +52,7 @@ def numbers(statistics: SpeculationStatistics) -> list[tuple[str, str]]:
     """Name and value of each number worth a line."""
     columns = sum(len(statistics.rows) * r.pass_width for r in statistics.rounds)
     return [
+        *([] if statistics.acceptance == EXACT else [("acceptance", statistics.acceptance)]),
         ("rows", str(len(statistics.rows))),
         ("rounds", str(len(statistics.rounds))),
         ("tokens emitted", str(statistics.emitted)),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from lossy_references import Reference, consultant, expected_end, law_of, typical
 from recorded import NotingCapture
 from scipy import stats
 from torch import Tensor
@@ -20,40 +21,9 @@ from hf_dsde.decoding.candidates import CandidateBatch, Sampled
 from hf_dsde.decoding.verification import VerifiedBlock, draw, leading_run, verify
 
 VOCABULARY, WIDTH, ROWS = 7, 5, 12
-MARGIN = 1e-4
-"""Where a float32 may fall on the other side of a threshold, nothing is compared."""
 P_VALUE = 1e-4
 DRAWS = 20_000
 
-Verdict = tuple[bool, float]
-"""Whether a token stands, and how far it is from the threshold, in nats."""
-
-
-def law_of(scores: Sequence[float]) -> list[float]:
-    masses = [math.exp(score - max(scores)) for score in scores]
-    return [mass / math.fsum(masses) for mass in masses]
-
-
-def consultant(laws: Sequence[Sequence[float]], tokens: Sequence[int], epsilon: float, beta: float) -> list[Verdict]:
-    """r_i = beta * r_(i-1) + (1 - beta) * -ln p_i(x_i); x_i stands while r_i <= epsilon."""
-    verdicts, r = [], 0.0
-    for p, x in zip(laws, tokens, strict=True):
-        r = beta * r + (1 - beta) * (-math.log(p[x]) if p[x] > 0 else math.inf)
-        verdicts.append((r <= epsilon, abs(r - epsilon)))
-    return verdicts
-
-
-def typical(laws: Sequence[Sequence[float]], tokens: Sequence[int], epsilon: float, delta: float) -> list[Verdict]:
-    """x_i stands where p_i(x_i) > min(epsilon, delta * exp(-H(p_i)))."""
-    verdicts = []
-    for p, x in zip(laws, tokens, strict=True):
-        entropy = -math.fsum(mass * math.log(mass) for mass in p if mass > 0)
-        least = min(epsilon, delta * math.exp(-entropy))
-        verdicts.append((p[x] > least, abs(math.log(p[x] / least)) if p[x] > 0 else math.inf))
-    return verdicts
-
-
-Reference = Callable[[Sequence[Sequence[float]], Sequence[int]], list[Verdict]]
 RULES: dict[str, tuple[LossyAcceptance, Reference]] = {
     "consultant, as published": (Consultant(), lambda laws, tokens: consultant(laws, tokens, 2.0, 0.2)),
     "consultant, long memory": (Consultant(1.2, 0.7), lambda laws, tokens: consultant(laws, tokens, 1.2, 0.7)),
@@ -95,18 +65,6 @@ class Block:
         length = int(self.lengths[row])
         laws = [law_of(scores) for scores in self.scores[row, : length + 1].double().tolist()]
         return laws, self.tokens[row, :length].tolist()
-
-
-def expected_end(laws: list[list[float]], verdicts: list[Verdict], tokens: list[int], greedy: bool) -> int | None:
-    """How many tokens are accepted; None where float32 could decide otherwise."""
-    for position, (token, (stands, distance)) in enumerate(zip(tokens, verdicts, strict=True)):
-        if greedy and laws[position][token] == max(laws[position]):
-            continue
-        if distance < MARGIN:
-            return None
-        if not stands:
-            return position
-    return len(tokens)
 
 
 def disagreements(rule: LossyAcceptance, reference: Reference, *, greedy: bool, seeds: int = 40) -> int:
