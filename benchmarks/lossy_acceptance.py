@@ -32,7 +32,7 @@ from hf_dsde.lossy_acceptance import described
 from hf_dsde.measurement import provenance
 from hf_dsde.trace.prompts import Prompt
 
-TASKS = ("code", "news", "math")
+TASKS = ("math", "code", "news")
 NUMBERS = "math"
 """The task whose answers end in a number."""
 RULES: tuple[LossyAcceptance | None, ...] = (
@@ -133,8 +133,7 @@ def main(
         texts = Workload(task, _prompts(task, given)).batch(prompts_per_task)
         batches = [texts[first : first + batch_size] for first in range(0, len(texts), batch_size)]
         scores[task] = measure(pair, batches, draft_length, max_new_tokens, numbers=task == NUMBERS)
-    for task, by_rule in scores.items():
-        Console(width=150).print(_table(task, by_rule))
+        Console(width=150).print(_table(task, scores[task]))
     if output is not None:
         settings = {
             "model": model,
@@ -170,10 +169,10 @@ def measure(
         By the name of the rule.
     """
     encoded = [pairs.encode(pair.tokenizer, batch).to(pair.target.device) for batch in batches]
-    greedy: list[Answer] = []
+    read, greedy = _Reader(pair), list[Answer]()
     for inputs in encoded:
         plain, _ = pairs.generate_once(pair, inputs, None, max_new_tokens=max_new_tokens, do_sample=False)
-        greedy += _answers(pair, inputs, plain.sequences)
+        greedy += read.answers(inputs, plain.sequences)
     scores = {}
     for rule in RULES:
         config = SpeculationConfig(
@@ -186,7 +185,7 @@ def measure(
         answers, parts, seconds = [], [], 0.0
         for inputs in encoded:
             out, took = pairs.generate_once(pair, inputs, config, max_new_tokens=max_new_tokens, do_sample=False)
-            answers += _answers(pair, inputs, out.sequences)
+            answers += read.answers(inputs, out.sequences)
             parts.append(out.speculation_statistics)
             seconds += took
         statistics = hf_dsde.SpeculationStatistics.merge(parts)
@@ -207,21 +206,34 @@ def measure(
     return scores
 
 
-@torch.inference_mode()
-def _answers(pair: pairs.Pair, inputs: BatchEncoding, sequences: torch.Tensor) -> list[Answer]:
-    """The answers of a batch; the target reads each once more, without padding."""
-    width = inputs["input_ids"].shape[1]
-    lengths = pairs.answer_lengths(sequences, width, pairs.end_tokens(pair)).tolist()
-    answers = []
-    for row, length in enumerate(lengths):
-        first = width - int(inputs["attention_mask"][row].sum())
-        text = sequences[row : row + 1, first : width + length]
-        tokens = text[0, -length:]
-        logits = pair.target(input_ids=text[:, :-1], logits_to_keep=length).logits[0].float()
-        likelihoods = logits.log_softmax(dim=-1).gather(1, tokens[:, None])
-        readable = pair.tokenizer.decode(tokens, skip_special_tokens=True)
-        answers.append(Answer(tokens.tolist(), readable, float(likelihoods.mean())))
-    return answers
+class _Reader:
+    """Reads answers out of outputs. The target reads each once more, without padding, and none twice."""
+
+    def __init__(self, pair: pairs.Pair) -> None:
+        self._pair = pair
+        self._known: dict[tuple[int, ...], float] = {}
+
+    def answers(self, inputs: BatchEncoding, sequences: torch.Tensor) -> list[Answer]:
+        """The answers of a batch."""
+        width = inputs["input_ids"].shape[1]
+        lengths = pairs.answer_lengths(sequences, width, pairs.end_tokens(self._pair)).tolist()
+        answers = []
+        for row, length in enumerate(lengths):
+            first = width - int(inputs["attention_mask"][row].sum())
+            text: list[int] = sequences[row, first : width + length].tolist()
+            tokens = text[len(text) - length :]
+            readable = str(self._pair.tokenizer.decode(tokens, skip_special_tokens=True))
+            answers.append(Answer(tokens, readable, self._log_probability(text, length)))
+        return answers
+
+    @torch.inference_mode()
+    def _log_probability(self, text: list[int], length: int) -> float:
+        if tuple(text) not in self._known:
+            ids = torch.tensor([text], device=self._pair.target.device)
+            logits = self._pair.target(input_ids=ids[:, :-1], logits_to_keep=length).logits[0].float()
+            likelihoods = logits.log_softmax(dim=-1).gather(1, ids[0, -length:, None])
+            self._known[tuple(text)] = float(likelihoods.mean())
+        return self._known[tuple(text)]
 
 
 def _table(task: str, scores: dict[str, Score]) -> Table:
