@@ -38,7 +38,7 @@ class LossyAcceptanceWarning(UserWarning):
 class LossyAcceptance(ABC):
     """Says which drafted tokens stand, though the target itself would have written others.
 
-    Subclasses are frozen dataclasses whose fields are numbers, checked when they are made.
+    Subclasses are frozen dataclasses whose fields JSON can hold, checked when they are made.
     """
 
     name: ClassVar[str]
@@ -63,8 +63,12 @@ class LossyAcceptance(ABC):
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload] # subclasses are dataclasses
 
     def __str__(self) -> str:
-        values = ", ".join(f"{name}={value:g}" for name, value in self.to_dict().items() if name != "name")
-        return f"{self.name}({values})"
+        shown = [
+            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}"
+            for name, value in self.to_dict().items()
+            if name != "name"
+        ]
+        return f"{self.name}({', '.join(shown)})"
 
 
 @dataclass(frozen=True)

@@ -535,6 +535,21 @@ def test_settings_out_of_bounds_are_refused(make: Any, says: str) -> None:
         make()
 
 
+def test_a_rule_of_ones_own_is_what_the_documentation_says() -> None:
+    """It lets pass what is among the target's best tokens: all of a draft's, or none but the best."""
+    page = (Path(hf_dsde.__file__).parents[1] / "docs" / "acceptance.md").read_text(encoding="utf-8")
+    code = page.partition("## Write your own rule")[2].partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"__name__": "documented"}
+    exec(compile(code, "acceptance.md", "exec", dont_inherit=True), names)  # noqa: S102 - the point of this test
+    rule, models, batch = names["AmongTheBest"], pair(), ragged_batch(LENGTHS, seed=4)
+    best = compared(*models, batch, "static", by(rule(1)), max_new_tokens=NEW_TOKENS)
+    every = speculative(*models, batch, "static", by(rule(10_000)), max_new_tokens=NEW_TOKENS)
+    assert best.speculation_statistics.acceptance == "lossy: among_the_best(count=1)"
+    assert every.speculation_statistics.accepted == every.speculation_statistics.drafted
+    with pytest.raises(ValueError, match="has the name 'among_the_best'"):
+        SpeculationConfig.from_dict(SpeculationConfig(acceptance=rule()).to_dict())
+
+
 def test_names_say_that_rules_are_lossy_or_whose_they_are() -> None:
     for rule in (Consultant(), TypicalAcceptance()):
         assert isinstance(rule, hf_dsde.LossyAcceptance)
