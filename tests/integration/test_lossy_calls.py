@@ -19,6 +19,7 @@ from recorded import NotingCapture
 from sampled_law import PROMPT_MASK, PROMPTS, pearson, toy_model
 from scipy import stats
 from tiny_calls import QUIET, assert_same_text, compared, config_of, pair, plain, speculative
+from tiny_heads import tiny_head
 from tiny_models import PAD, noisy_copy, ragged_batch
 from tiny_pair import tiny_pair
 from tiny_policies import RandomLengths
@@ -187,6 +188,15 @@ def test_where_nothing_may_pass_a_generator_asked_row_by_row_is_exact(rule: Loss
     arguments = {"max_new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": 3}
     output = speculative(model, None, batch, "static", by(rule), **arguments)
     assert_same_text(output, plain(model, batch, max_new_tokens=NEW_TOKENS))
+
+
+@pytest.mark.parametrize(("rule", "share"), [(STRICT[0], None), (LOOSE[0], 1.0), (STRICT[1], None), (LOOSE[1], 1.0)])
+def test_a_head_reads_on_after_whatever_stood(rule: LossyAcceptance, share: float | None) -> None:
+    """Its states are those of the tokens that stand; exact where nothing lossy does."""
+    model, batch = pair()[0], ragged_batch((3, 7, 2), seed=4)
+    check = compared if share is None else speculative
+    output = check(model, tiny_head(model), batch, RandomLengths(4), by(rule), max_new_tokens=NEW_TOKENS)
+    assert share in (None, output.speculation_statistics.acceptance_rate)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
