@@ -37,15 +37,15 @@ NUMBERS = "math"
 """The task whose answers end in a number."""
 RULES: tuple[LossyAcceptance | None, ...] = (
     None,
-    Consultant(threshold=0.5),
+    Consultant(threshold=0.7),
     Consultant(threshold=1.0),
     Consultant(threshold=2.0),
     TypicalAcceptance(threshold=0.3, alpha=0.55),
     TypicalAcceptance(threshold=0.09, alpha=0.3),
     TypicalAcceptance(threshold=0.01, alpha=0.1),
 )
-"""None is exact. The first of the published settings is Consultant's 2.0, the second typical acceptance's 0.09 and 0.3.
-With shares below 1, typical acceptance lets pass more the smaller both numbers are."""
+"""None is exact. Published are Consultant's 2.0, and typical acceptance's 0.09 and 0.3: it lets more pass the smaller its
+numbers are. Of greedy text, a Consultant below 0.8 ln 2 (0.55) lets pass nothing but the target's best tokens."""
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 

@@ -45,8 +45,13 @@ pytestmark = [
 NEW_TOKENS = 13
 DRAFTED = 4
 LENGTHS = (3, 7, 1, 5)
-STRICT = [Consultant(threshold=0.0), TypicalAcceptance(threshold=1.0, alpha=1e9)]
-"""Rules that let nothing pass."""
+STRICT = [
+    Consultant(threshold=0.0),
+    Consultant(threshold=0.55, decay=0.2),
+    TypicalAcceptance(threshold=1.0, alpha=1e9),
+    TypicalAcceptance(threshold=0.5, alpha=1e9),
+]
+"""Rules that let nothing pass but the best token: any other has at most half of the probability."""
 LOOSE = [Consultant(threshold=1e6), TypicalAcceptance(threshold=1e-30, alpha=1e-30)]
 """Rules that let everything pass that can be chosen at all."""
 BETWEEN: dict[str, tuple[LossyAcceptance, Reference]] = {
@@ -190,7 +195,7 @@ def test_where_nothing_may_pass_a_generator_asked_row_by_row_is_exact(rule: Loss
     assert_same_text(output, plain(model, batch, max_new_tokens=NEW_TOKENS))
 
 
-@pytest.mark.parametrize(("rule", "share"), [(STRICT[0], None), (LOOSE[0], 1.0), (STRICT[1], None), (LOOSE[1], 1.0)])
+@pytest.mark.parametrize(("rule", "share"), [(STRICT[1], None), (STRICT[3], None), (LOOSE[0], 1.0), (LOOSE[1], 1.0)])
 def test_a_head_reads_on_after_whatever_stood(rule: LossyAcceptance, share: float | None) -> None:
     """Its states are those of the tokens that stand; exact where nothing lossy does."""
     model, batch = pair()[0], ragged_batch((3, 7, 2), seed=4)
