@@ -44,8 +44,8 @@ RULES: tuple[LossyAcceptance | None, ...] = (
     TypicalAcceptance(threshold=0.09, alpha=0.3),
     TypicalAcceptance(threshold=0.01, alpha=0.1),
 )
-"""None is exact. Published are Consultant's 2.0, and typical acceptance's 0.09 and 0.3: it lets more pass the smaller its
-numbers are. Of greedy text, a Consultant below 0.8 ln 2 (0.55) lets pass nothing but the target's best tokens."""
+"""None is exact. Published are Consultant's 2.0, and typical acceptance's 0.09 and 0.3: it lets more pass the smaller
+its numbers are. Of greedy text, a Consultant below 0.8 ln 2 (0.55) lets pass nothing but the target's best tokens."""
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
