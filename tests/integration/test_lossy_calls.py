@@ -118,7 +118,8 @@ def prompts(batch: dict[str, Tensor]) -> list[list[int]]:
 
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "processors": {"repetition_penalty": 1.4, "suppress_tokens": [3, 17, 40], "no_repeat_ngram_size": 2},
+    # Whether padding counts as a repetition differs between versions of transformers, so that it is left out.
+    "processors": {"repetition_penalty": 1.4, "suppress_tokens": [PAD, 17, 40], "no_repeat_ngram_size": 2},
     "an end": {"eos_token_id": 8},
 }
 
