@@ -60,7 +60,7 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	$(patsubst %,tests/bench/test_%.py,bench_view results workloads) \
 	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli input_rows map_cache memory_plan \
 	out_of_memory output output_on_disk prefetch row_results) \
-	tests/kernels/test_kernels.py \
+	tests/kernels/test_kernels.py tests/drafting/test_text_index.py \
 	$(patsubst %,tests/test_%.py,config evaluate_modules live_plots signals) \
 	$(patsubst %,tests/execution/test_%.py,cuda_graphs) \
 	$(patsubst %,tests/decoding/test_%.py,run_ahead_plain transfers verification) \

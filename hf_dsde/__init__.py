@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from hf_dsde.config import SpeculationConfig
     from hf_dsde.decoding.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
     from hf_dsde.drafting.layer_draft import load_draft
+    from hf_dsde.drafting.lookup.prompt_lookup import PromptLookupDrafter
+    from hf_dsde.drafting.lookup.sssd import SSSDDrafter
+    from hf_dsde.drafting.lookup.suffix import SuffixDrafter
     from hf_dsde.execution.create_runner import RunnerWarning, release_memory
     from hf_dsde.execution.options import RuntimeOptions
     from hf_dsde.heads.loading import load_head
@@ -46,6 +49,7 @@ else:
             "HeuristicPolicy": "hf_dsde.policies",
             "LossyAcceptance": "hf_dsde.lossy_acceptance",
             "LossyAcceptanceWarning": "hf_dsde.lossy_acceptance",
+            "PromptLookupDrafter": "hf_dsde.drafting.lookup.prompt_lookup",
             "RoundListener": "hf_dsde.measurement.rounds",
             "RoundRecord": "hf_dsde.measurement.rounds",
             "RowError": "hf_dsde.batch.generator",
@@ -53,12 +57,14 @@ else:
             "RowStatistics": "hf_dsde.batch.results",
             "RunnerWarning": "hf_dsde.execution.create_runner",
             "RuntimeOptions": "hf_dsde.execution.options",
+            "SSSDDrafter": "hf_dsde.drafting.lookup.sssd",
             "SpeculationConfig": "hf_dsde.config",
             "SpeculationStatistics": "hf_dsde.measurement.statistics",
             "SpeculationWarning": "hf_dsde.measurement.statistics",
             "SpeculativeGenerateOutput": "hf_dsde.integration.outputs",
             "StaticPolicy": "hf_dsde.policies",
             "StoppingPolicy": "hf_dsde.policies",
+            "SuffixDrafter": "hf_dsde.drafting.lookup.suffix",
             "TypicalAcceptance": "hf_dsde.lossy_acceptance",
             "available_policies": "hf_dsde.policies",
             "disable": "hf_dsde.integration.hooks",
@@ -86,6 +92,7 @@ __all__ = [
     "HeuristicPolicy",
     "LossyAcceptance",
     "LossyAcceptanceWarning",
+    "PromptLookupDrafter",
     "RoundListener",
     "RoundRecord",
     "RowError",
@@ -93,12 +100,14 @@ __all__ = [
     "RowStatistics",
     "RunnerWarning",
     "RuntimeOptions",
+    "SSSDDrafter",
     "SpeculationConfig",
     "SpeculationStatistics",
     "SpeculationWarning",
     "SpeculativeGenerateOutput",
     "StaticPolicy",
     "StoppingPolicy",
+    "SuffixDrafter",
     "TypicalAcceptance",
     "available_policies",
     "disable",

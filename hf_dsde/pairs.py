@@ -94,16 +94,32 @@ def load_pair(
         device: Of both, unless there is a `device_map`.
         device_map: Spreads each of them over devices, as `from_pretrained` does.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    if tokenizer.pad_token is None:
-        # Padding is masked, so any token serves; the end token is the one that every tokenizer has.
-        tokenizer.pad_token = tokenizer.eos_token
-    target = _load_model(model, dtype, device, device_map)
+    target, tokenizer = load_target(model, dtype, device, device_map)
     if _holds(draft, DESCRIPTION_NAME):
         return Pair(target, load_draft(draft, target), tokenizer)
     if _is_head(draft):
         return Pair(target, load_head(draft, target), tokenizer)
     return Pair(target, _load_model(draft, dtype, device, device_map), tokenizer)
+
+
+def load_target(
+    model: str | None, dtype: torch.dtype, device: torch.device | str, device_map: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a target, for which something drafts that is no model, and its tokenizer.
+
+    Args:
+        model: Folder or Hub id; None for the packaged target.
+        dtype: As for `load_pair`.
+        device: As for `load_pair`.
+        device_map: As for `load_pair`; of no meaning for the packaged target.
+    """
+    if model is None:
+        return load_smollm2(dtype, device)
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    if tokenizer.pad_token is None:
+        # Padding is masked, so any token serves; the end token is the one that every tokenizer has.
+        tokenizer.pad_token = tokenizer.eos_token
+    return _load_model(model, dtype, device, device_map), tokenizer
 
 
 def _load_model(name: str, dtype: torch.dtype, device: torch.device | str, device_map: str | None) -> PreTrainedModel:

@@ -1,8 +1,9 @@
 """What can be read off the draft's and the target's distributions: entropy, divergence and their statistics.
 
-Pure functions over tensors: no model, no state, no host synchronisation. Whatever the dtype of the logits, sums over
-the vocabulary are taken in float32. Divergence and entropy want *raw* logits: at temperature 0 the processed
-distributions are one-hot and their divergence says nothing.
+Pure functions, without model or state. Those of distributions take tensors and never synchronise with the host;
+whatever the dtype of the logits, sums over the vocabulary are taken in float32. Divergence and entropy want *raw*
+logits: at temperature 0 the processed distributions are one-hot and their divergence says nothing. Those of a row's
+divergences take arrays on the host.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 CPU_CACHE_ELEMENTS = 1 << 17
@@ -19,6 +22,7 @@ DEVICE_ELEMENTS = 1 << 24
 """Values that another device works on at once: 64 MiB of float32 for each tensor in between, and enough to be busy."""
 DRAFT_PROBABILITY_FLOOR = 1e-8
 """The smallest probability that the draft is taken to give a token, so that a KLD stays finite (at most 18.4 nats)."""
+_TINY = np.finfo(np.float32).tiny
 
 
 def token_probability(scores: Tensor, tokens: Tensor) -> Tensor:
@@ -155,78 +159,79 @@ def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return torch.minimum(target_probs.float(), draft_probs.float()).sum(-1)
 
 
-def weighted_variance(values: Tensor, decay: float, counts: Tensor | None = None) -> Tensor:
+def weighted_variance(
+    values: NDArray[np.float32], decay: float, counts: NDArray[np.int64] | None = None
+) -> NDArray[np.float32]:
     """Variance under exponentially decaying weights, `Var_w` of DSDE (arXiv 2509.01083, Eq. 5-7 with Eq. 4).
 
     `m = sum_i w_i v_i / sum_i w_i` and `Var_w = sum_i w_i (v_i - m)^2 / sum_i w_i`, with `w_i = decay^age_i` and age
     0 for the newest value.
 
     Args:
-        values: Shape `[rows, window]`, any float dtype, oldest first and newest last.
+        values: Shape `[rows, window]`, oldest first and newest last.
         decay: Weight of a value relative to the next newer one, in (0, 1].
-        counts: How many of the last values of each row count, shape `[rows]`, int64; all when None. What stands
-            before them is never read.
+        counts: How many of the last values of each row count, shape `[rows]`; all when None. What stands before them
+            is never read.
 
     Returns:
-        Variances, shape `[rows]`, float32, in the values' unit squared; 0 for a row without values.
+        Variances, shape `[rows]`, in the values' unit squared; 0 for a row without values.
     """
-    window = values.shape[-1]
-    age = torch.arange(window - 1, -1, -1, device=values.device)
-    weights = torch.pow(decay, age.float()).expand_as(values)
-    values = values.float()
+    age = np.arange(values.shape[-1] - 1, -1, -1)
+    weights = np.float32(decay) ** age.astype(np.float32)
     if counts is not None:
-        counted = age < counts.unsqueeze(-1)
-        weights = weights.masked_fill(~counted, 0.0)
-        values = values.masked_fill(~counted, 0.0)
-    total = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    mean = (weights * values).sum(-1, keepdim=True) / total
-    return (weights * (values - mean).square()).sum(-1) / total.squeeze(-1)
+        counted = age < counts[:, None]
+        weights = np.where(counted, weights, np.float32(0))
+        values = np.where(counted, values, np.float32(0))
+    total = np.maximum(weights.sum(-1, keepdims=True), _TINY)
+    mean = (weights * values).sum(-1, keepdims=True) / total
+    variance: NDArray[np.float32] = (weights * (values - mean) ** 2).sum(-1) / total[..., 0]
+    return variance
 
 
 def weighted_variance_ratio(
-    values: Tensor,
+    values: NDArray[np.float32],
     short: int,
     decay: float,
-    counts: Tensor | None = None,
+    counts: NDArray[np.int64] | None = None,
     *,
     flat_variance: float = 1e-10,
     flat_ratio: float = 1.0,
-) -> Tensor:
+) -> NDArray[np.float32]:
     """WVIR of DSDE (arXiv 2509.01083, Eq. 4): `Var_w(last short values) / Var_w(all values)`.
 
     Args:
-        values: KLDs of each row, shape `[rows, window]`, any float dtype, newest last.
+        values: KLDs of each row, shape `[rows, window]`, newest last.
         short: How many of the newest values make the short window.
         decay: See `weighted_variance`.
-        counts: How many of the last values of each row count, shape `[rows]`, int64; all when None.
+        counts: How many of the last values of each row count, shape `[rows]`; all when None.
         flat_variance: A long window whose variance lies below this has no fluctuation to compare with ...
         flat_ratio: ... and the ratio is then this. The paper is silent; 1 leaves the scaling factor alone.
 
     Returns:
-        Ratios, shape `[rows]`, float32, without unit; 0 for rows with fewer than two values.
+        Ratios, shape `[rows]`, without unit; 0 for rows with fewer than two values.
     """
-    short = min(short, values.shape[-1])
+    window = values.shape[-1]
+    short = min(short, window)
     short_variance = weighted_variance(
-        values[..., values.shape[-1] - short :], decay, None if counts is None else counts.clamp_max(short)
+        values[..., window - short :], decay, None if counts is None else np.minimum(counts, short)
     )
     long_variance = weighted_variance(values, decay, counts)
-    ratio = torch.where(
-        long_variance < flat_variance,
-        flat_ratio,
-        short_variance / long_variance.clamp_min(torch.finfo(torch.float32).tiny),
+    ratio: NDArray[np.float32] = np.where(
+        long_variance < flat_variance, np.float32(flat_ratio), short_variance / np.maximum(long_variance, _TINY)
     )
-    enough = values.shape[-1] >= 2 if counts is None else counts >= 2
-    return ratio * enough
+    return ratio * (window >= 2 if counts is None else counts >= 2)
 
 
-def scaling_factor(mean_kld: Tensor, exponent: float = 2.0) -> Tensor:
+def scaling_factor(mean_kld: NDArray[np.float32], exponent: float = 2.0) -> NDArray[np.float32]:
     """SF of DSDE (arXiv 2509.01083, Eq. 3): `exp(2 mu) - 1`, 0 when the models agree.
 
     Args:
-        mean_kld: Mean KLD of the last verified step, any shape and float dtype, nats.
+        mean_kld: Mean KLD of the last verified step, any shape, nats.
         exponent: The factor in front of the mean.
 
     Returns:
-        Factors, the shape of `mean_kld`, float32, without unit.
+        Factors, the shape of `mean_kld`, without unit; infinite where the exponential is.
     """
-    return torch.expm1(exponent * mean_kld.float())
+    with np.errstate(over="ignore"):
+        factor: NDArray[np.float32] = np.expm1(exponent * mean_kld)
+    return factor

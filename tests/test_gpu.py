@@ -129,6 +129,21 @@ def test_packed_passes_are_really_packed(family: str, monkeypatch: pytest.Monkey
         sizes.clear()
 
 
+@pytest.mark.parametrize("policy", ["static", "goodput", "auto"])
+@pytest.mark.parametrize("name", ["suffix", "sssd", "prompt_lookup"])
+def test_drafts_out_of_texts(name: str, policy: str) -> None:
+    target, _ = pair()
+    call = {"speculation_policy": policy, "speculation_config": config_of(cost_probe=False)}
+    drafters: list[Any] = [name]
+    if name == "suffix":
+        drafters += [hf_dsde.SuffixDrafter(plain().tolist())] * 2  # which knows the answers, also those of its own call
+    for drafter in drafters:
+        text = hf_dsde.enable(target).generate(
+            **batch_on(CUDA), max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=drafter, **call
+        )
+        assert torch.equal(text, plain())
+
+
 @pytest.mark.parametrize("agreement", [0.0, 1.0], ids=["full", "never"])
 def test_drafts_that_always_or_never_agree(agreement: float) -> None:
     target, _ = pair()

@@ -6,10 +6,12 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dsde import signals
@@ -23,9 +25,13 @@ logits_lists = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=12)
 kld_lists = st.lists(st.floats(0, 18, width=32), min_size=1, max_size=40)
 
 
-def worked_window() -> torch.Tensor:
+def worked_window() -> NDArray[np.float32]:
     """Thirty KLDs between 0.05 and 0.25 in a fixed scramble, newest last."""
-    return torch.tensor([[0.05 + 0.02 * ((7 * i) % 11) for i in range(30)]], dtype=torch.float64)
+    return floats([[0.05 + 0.02 * ((7 * i) % 11) for i in range(30)]])
+
+
+def floats(values: list[list[float]]) -> NDArray[np.float32]:
+    return np.array(values, dtype=np.float32)
 
 
 def paired_logits(vocabulary: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,18 +128,18 @@ class TestWeightedVariance:
     @given(kld_lists, st.floats(0.5, 1.0))
     @settings(deadline=None, max_examples=80)
     def test_agrees_with_float64(self, values: list[float], decay: float) -> None:
-        variance = signals.weighted_variance(torch.tensor([values]), decay).item()
+        variance = signals.weighted_variance(floats([values]), decay).item()
         assert variance == pytest.approx(reference.weighted_variance(values, decay), rel=1e-4, abs=1e-9)
 
     @given(kld_lists, st.integers(0, 5))
     @settings(deadline=None, max_examples=60)
     def test_entries_outside_the_count_are_invisible(self, values: list[float], junk: int) -> None:
-        padded = torch.tensor([[math.nan] * junk + values])
-        counted = signals.weighted_variance(padded, 0.85, torch.tensor([len(values)]))
-        torch.testing.assert_close(counted, signals.weighted_variance(torch.tensor([values]), 0.85))
+        padded = floats([[math.nan] * junk + values])
+        counted = signals.weighted_variance(padded, 0.85, np.array([len(values)]))
+        np.testing.assert_allclose(counted, signals.weighted_variance(floats([values]), 0.85), rtol=1e-5, atol=1e-9)
 
     def test_no_entries_have_no_variance(self) -> None:
-        assert signals.weighted_variance(torch.ones(2, 4), 0.9, torch.tensor([0, 1])).tolist() == [0.0, 0.0]
+        assert signals.weighted_variance(floats([[1] * 4] * 2), 0.9, np.array([0, 1])).tolist() == [0.0, 0.0]
 
 
 class TestWeightedVarianceRatio:
@@ -142,23 +148,22 @@ class TestWeightedVarianceRatio:
         assert signals.weighted_variance_ratio(worked_window(), 10, decay).item() == pytest.approx(expected, rel=1e-5)
 
     def test_one_entry_says_nothing(self) -> None:
-        window = torch.tensor([[0.0, 0.0, 0.3], [0.0, 0.1, 0.3]])
-        ratio = signals.weighted_variance_ratio(window, 2, 0.85, torch.tensor([1, 2]))
+        window = floats([[0.0, 0.0, 0.3], [0.0, 0.1, 0.3]])
+        ratio = signals.weighted_variance_ratio(window, 2, 0.85, np.array([1, 2]))
         assert ratio[0].item() == 0.0
         assert ratio[1].item() == pytest.approx(1.0)
 
     def test_flat_window_has_the_ratio_that_the_caller_names(self) -> None:
-        window = torch.full((1, 30), 0.4)
+        window = floats([[0.4] * 30])
         assert signals.weighted_variance_ratio(window, 10, 0.85).item() == 1.0
         assert signals.weighted_variance_ratio(window, 10, 0.9, flat_variance=1e-6, flat_ratio=20.0).item() == 20.0
 
     @given(st.lists(st.floats(0, 18, width=32), min_size=2, max_size=30), st.integers(1, 12), st.floats(0.6, 1.0))
     @settings(deadline=None, max_examples=100)
     def test_agrees_with_float64(self, values: list[float], short: int, decay: float) -> None:
-        window = torch.zeros(1, 30)
-        window[0, 30 - len(values) :] = torch.tensor(values)
+        window = floats([[0.0] * (30 - len(values)) + values])
         ratio = signals.weighted_variance_ratio(
-            window, short, decay, torch.tensor([len(values)]), flat_variance=1e-6, flat_ratio=20.0
+            window, short, decay, np.array([len(values)]), flat_variance=1e-6, flat_ratio=20.0
         )
         if abs(reference.weighted_variance(values, decay) - 1e-6) > 1e-9:
             expected = reference.weighted_variance_ratio(values, short, decay, 1e-6, 20.0)
@@ -166,7 +171,7 @@ class TestWeightedVarianceRatio:
 
 
 def test_scaling_factor_worked_value() -> None:
-    assert signals.scaling_factor(torch.tensor([0.178])).item() == pytest.approx(0.427607548, rel=1e-6)
+    assert signals.scaling_factor(floats([[0.178]])).item() == pytest.approx(0.427607548, rel=1e-6)
 
 
 @given(

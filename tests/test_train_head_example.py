@@ -163,6 +163,10 @@ def test_gradients_made_at_once_are_those_of_the_loss(example, target, monkeypat
 
 
 @pytest.mark.gpu
+# Said by the compiler itself when it looks at what a function is given.
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:TensorFloat32 tensor cores"
+)
 def test_compiled_parts_of_training_give_the_gradients_of_plain_ones(example, target):
     shape, settings = example.heads.HeadShape(intermediate_size=48), example.heads.HeadLossSettings(chunk_tokens=64)
     text = torch.Generator().manual_seed(0)

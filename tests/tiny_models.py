@@ -79,7 +79,7 @@ def noisy_copy(model: PreTrainedModel, noise: float, *, seed: int = 1) -> PreTra
     generator = torch.Generator().manual_seed(seed)
     for weight in draft.parameters():
         scale = noise * weight.data.std() if weight.numel() > 1 else 0.0
-        weight.data += scale * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        weight.data += scale * torch.randn(weight.shape, generator=generator, dtype=weight.dtype).to(weight.device)
     return draft
 
 

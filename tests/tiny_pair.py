@@ -11,10 +11,11 @@ from tiny_models import noisy_copy, tiny_model
 from tiny_text import tiny_tokenizer
 
 from hf_dsde import pairs
-from hf_dsde.cli.demo.prompts import DemoPrompt
+from hf_dsde.cli.demo.prompts import DemoPrompt, Serving
 from hf_dsde.pairs import Pair
 
 PROMPTS = (DemoPrompt("short", "a"), DemoPrompt("medium", "abcdeHgJk"), DemoPrompt("long", "fedcbaGhIjKlMn" * 3))
+SERVINGS = (Serving("alone", ((PROMPTS[1],), (PROMPTS[2],))), Serving("together", (PROMPTS,)))
 CHAT_TEMPLATE = (
     "{% for message in messages %}ab{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}f{% endif %}"
 )

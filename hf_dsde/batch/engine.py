@@ -17,6 +17,7 @@ from hf_dsde.batch.refill_loop import FinishedText, RefillLoop, RowSetup
 from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.row_processors import RowProcessors
 from hf_dsde.batch.row_stopping import RowStopping
+from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution.create_runner import release_memory
 from hf_dsde.execution.torch_modes import lasting
@@ -38,7 +39,7 @@ class BatchEngine:
 
     Attributes:
         model: The target.
-        draft: The draft.
+        draft: The draft, or a drafter.
         speculation: Policy and configuration.
         preparation: Everything else about generation.
         batch_size: Rows of the batch. It is halved when memory runs out, and stays so.
@@ -48,7 +49,7 @@ class BatchEngine:
     """
 
     model: PreTrainedModel
-    draft: PreTrainedModel
+    draft: PreTrainedModel | Drafter
     speculation: Speculation
     preparation: Preparation
     batch_size: int
@@ -120,7 +121,7 @@ class BatchEngine:
         self, admission: Admission, unfinished: Sequence[Request], rows: int, reason: str
     ) -> Iterator[RejectedRow]:
         """Halve the batch after memory ran out; texts that were under way begin again."""
-        for model in (self.model, self.draft):
+        for model in models_of(self.model, self.draft):
             release_memory(model)
         gc.collect()
         if torch.cuda.is_available():
@@ -163,7 +164,7 @@ class BatchEngine:
         return build_loop(
             RefillLoop,
             self.model,
-            model_drafter(self.draft),
+            self.draft if isinstance(self.draft, Drafter) else model_drafter(self.draft),
             sequences,
             capacity=capacity,
             cache_limit=admission.slots,
@@ -180,6 +181,11 @@ class BatchEngine:
             do_sample=preparation.do_sample,
             config=config,
         )
+
+
+def models_of(target: PreTrainedModel, draft: PreTrainedModel | Drafter) -> list[PreTrainedModel]:
+    """The models that keep caches: the draft is none where a drafter looks at texts alone."""
+    return [target] if isinstance(draft, Drafter) else [target, draft]
 
 
 def _sequences(requests: Sequence[Request], scratch: int, device: torch.device) -> SequenceBatch:

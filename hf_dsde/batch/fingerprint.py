@@ -26,6 +26,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from hf_dsde.batch.weights_sample import weights_sample
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.decoding.drafter import Drafter
 
 _HASH_DIGITS = 16
 _ABOUT_THE_FILE = ("_name_or_path", "name_or_path", "transformers_version")
@@ -78,7 +79,7 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
 
 def generator_identity(
     model: PreTrainedModel,
-    assistant_model: PreTrainedModel | None,
+    assistant_model: PreTrainedModel | Drafter | None,
     tokenizer: Any,
     speculation_config: SpeculationConfig,
     generation_config: GenerationConfig,
@@ -93,7 +94,7 @@ def generator_identity(
 
     Args:
         model: The target. Its own `generation_config` counts too, which fills what the one given leaves open.
-        assistant_model: The draft, or None when there is none.
+        assistant_model: The draft, or a drafter; None when there is none.
         tokenizer: The tokenizer of the prompts.
         speculation_config: How the target's passes are drafted for.
         generation_config: How tokens are chosen and where texts end.
@@ -111,13 +112,20 @@ def generator_identity(
         del speculation["acceptance"]  # as when there was no such setting, so that jobs of that time go on
     return {
         "target": model_identity(model),
-        "draft": None if assistant_model is None else model_identity(assistant_model),
+        "draft": _draft_identity(assistant_model),
         "tokenizer": tokenizer_identity(tokenizer),
         "speculation": speculation,
         "generation": _generation_settings(generation_config),
         "generation_defaults": _generation_settings(model.generation_config),
         "settings": json.loads(_canonical(dict(settings or {}))),
     }
+
+
+def _draft_identity(draft: PreTrainedModel | Drafter | None) -> dict[str, Any] | None:
+    """What drafts: a model, or a drafter by its class and settings, but not by what it has seen since."""
+    if isinstance(draft, Drafter):
+        return {"drafter": f"{type(draft).__module__}.{type(draft).__qualname__}", "settings": dict(draft.settings)}
+    return None if draft is None else model_identity(draft)
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_dsde import compat
 from hf_dsde.batch.admission import CacheBudget
 from hf_dsde.batch.data_sets import rows_of_batch
-from hf_dsde.batch.engine import BatchEngine
+from hf_dsde.batch.engine import BatchEngine, models_of
 from hf_dsde.batch.fingerprint import Fingerprinted, generator_identity
 from hf_dsde.batch.first_tokens import EmptyTextsWarning, FirstTokens
 from hf_dsde.batch.job import InputRows, JobReport, run_job
@@ -27,7 +27,9 @@ from hf_dsde.batch.refill_loop import FinishedText
 from hf_dsde.batch.requests import RejectedRow, Request, RequestBuilder
 from hf_dsde.batch.results import RowResult
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.execution.wrappers import unwrapped
+from hf_dsde.integration.drafters import job_draft
 from hf_dsde.integration.generation import Speculation
 from hf_dsde.integration.validation import check_models
 from hf_dsde.lossy_acceptance import described, warn_once
@@ -68,7 +70,8 @@ class BatchGenerator(Fingerprinted):
     Args:
         model: The target, in evaluation.
         tokenizer: Its tokenizer.
-        assistant_model: The draft: a model, or a head that was made for the target.
+        assistant_model: The draft: a model, a head that was made for the target, a `Drafter`, or the name of one that
+            needs no model, such as "suffix". A drafter serves one stream or job at a time.
         speculation_policy: A policy's name, a policy, or a `SpeculationConfig`. None takes the policy of
             `speculation_config`, and `auto` where that is None too.
         speculation_config: Every other setting of speculation.
@@ -101,7 +104,7 @@ class BatchGenerator(Fingerprinted):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        assistant_model: PreTrainedModel,
+        assistant_model: PreTrainedModel | Drafter | str,
         speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
         speculation_config: SpeculationConfig | None = None,
         speculation_listeners: Iterable[RoundListener] = (),
@@ -118,7 +121,7 @@ class BatchGenerator(Fingerprinted):
         **generate_kwargs: Any,
     ) -> None:
         self._model = unwrapped("model", model)
-        self._draft = unwrapped("assistant_model", assistant_model)
+        self._draft = job_draft(assistant_model)
         self._tokenizer = tokenizer
         self._batch_size = check_integer("batch_size", batch_size, 1)
         self._cache_budget = None if cache_budget is None else check_integer("cache_budget", cache_budget, 1)
@@ -264,8 +267,8 @@ class BatchGenerator(Fingerprinted):
         rows = None if dataset is None else InputRows(dataset, self._request_settings["column"]).share(0, 1, ())
         return plan_memory(
             self._model,
-            self._draft,
-            CacheBudget.of([self._model, self._draft], self._cache_budget),
+            self._model if isinstance(self._draft, Drafter) else self._draft,  # one that is there already takes nothing
+            self._budget(),
             self._batch_size,
             self._speculation.config.max_draft_length,
             None if rows is None else map(self._request, rows),
@@ -278,9 +281,9 @@ class BatchGenerator(Fingerprinted):
             rows: The rows.
             at_hand: Whether none of them has to be waited for, so that they can be encoded many at a time.
         """
-        check_models(
-            self._model, self._draft, self._speculation.config.options.packed_attention
-        )  # also what changed since
+        draft = None if isinstance(self._draft, Drafter) else self._draft
+        packed_attention = self._speculation.config.options.packed_attention
+        check_models(self._model, draft, packed_attention)  # also what changed since
         self.statistics = JobStatistics(acceptance=described(self._speculation.config.acceptance))
         engine = BatchEngine(
             self._model,
@@ -288,11 +291,14 @@ class BatchGenerator(Fingerprinted):
             self._speculation,
             self._preparation,
             self._batch_size,
-            CacheBudget.of([self._model, self._draft], self._cache_budget),
+            self._budget(),
             self._refill,
             self.statistics,
         )
         return self._results(engine, rows, min(ENCODED_TOGETHER, self._batch_size) if at_hand else 1), self.statistics
+
+    def _budget(self) -> CacheBudget:
+        return CacheBudget.of(models_of(self._model, self._draft), self._cache_budget)
 
     def _results(self, engine: BatchEngine, rows: Iterable[tuple[int, Any]], together: int) -> Iterator[RowResult]:
         ahead = max(AHEAD * self._batch_size // together, 1)

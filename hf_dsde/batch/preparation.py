@@ -23,6 +23,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_dsde.batch.requests import Request
+from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.functions import serves_every_row
 from hf_dsde.integration import validation
 
@@ -72,7 +73,7 @@ class Preparation:
 
     Args:
         model: The target.
-        draft: The draft, which has to suit it.
+        draft: The draft, which has to suit it, or a drafter.
         tokenizer: Finds stop strings in tokens.
         packed_attention: As in `RuntimeOptions`.
         arguments: Keyword arguments of `generate`.
@@ -91,7 +92,7 @@ class Preparation:
     def __init__(
         self,
         model: PreTrainedModel,
-        draft: PreTrainedModel,
+        draft: PreTrainedModel | Drafter,
         tokenizer: PreTrainedTokenizerBase,
         packed_attention: bool,
         arguments: dict[str, Any],
@@ -101,8 +102,10 @@ class Preparation:
                 msg = f"{name}={arguments[name]!r} has no meaning for batch inference. {way_out}"
                 raise ValueError(msg)
         validation.check_options(arguments.get("generation_config"), arguments)
-        validation.check_models(model, draft, packed_attention)
-        validation.check_tokenizers(model, draft, tokenizer, arguments.get("assistant_tokenizer"))
+        draft_model = None if isinstance(draft, Drafter) else draft
+        validation.check_models(model, draft_model, packed_attention)
+        if draft_model is not None:
+            validation.check_tokenizers(model, draft_model, tokenizer, arguments.get("assistant_tokenizer"))
         self._model = model
         asked = ("stop_strings", "assistant_tokenizer")
         self._arguments = {name: value for name, value in arguments.items() if name not in asked}

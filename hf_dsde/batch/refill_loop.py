@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_dsde.batch.admission import Admission, Refilling
@@ -20,7 +19,6 @@ from hf_dsde.decoding.loop import SpeculativeLoop
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.execution.spans import Span
 from hf_dsde.execution.torch_modes import lasting
-from hf_dsde.utils.transfers import upload
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class RefillLoop(SpeculativeLoop):
         """Return the requests whose texts are under way, in the order of the input."""
         return sorted((r for r in self._under_way if r is not None), key=lambda request: request.index)
 
-    def _next_plan(self, previous: RoundPlan | None, lengths: Tensor, length_counts: Sequence[int]) -> RoundPlan:
+    def _next_plan(self, previous: RoundPlan | None, length_counts: Sequence[int]) -> RoundPlan:
         """As in any loop, after rows that have ended were handed the next prompts."""
         ended = [r for r, text in enumerate(self._under_way) if text and self._stopping.ends[r] is not None]
         if ended:
@@ -109,10 +107,8 @@ class RefillLoop(SpeculativeLoop):
             self._end_texts(ended)
         free = [row for row, text in enumerate(self._under_way) if text is None]
         if self._refilling.is_due(len(free), len(ended)) and self._admit(free):
-            going_on = upload([text is not None for text in self._under_way], lengths.device)
-            lengths = self._lengths.first(going_on)
-            length_counts = lengths.tolist()
-        return super()._next_plan(previous, lengths, length_counts)
+            length_counts = self._lengths.first([text is not None for text in self._under_way])
+        return super()._next_plan(previous, length_counts)
 
     def _drop_finished_rows(self, going_on: Sequence[bool]) -> None:
         """Rows leave the passes only when nothing is left that could take their place."""
@@ -151,13 +147,13 @@ class RefillLoop(SpeculativeLoop):
             if isinstance(self._process, RowProcessors) and self._setup.processors is not None:
                 self._process.begin(row, self._setup.processors(request))
         self._ahead.forget_plain()
+        self._drafter.begin_texts(rows)
         self._sequences.replace_rows(rows, prompts, [request.max_new_tokens for request in requests])
         spans = [Span(row, 0, len(prompt) - 1) for row, prompt in zip(rows, prompts, strict=True)]
-        self._drafter.begin_texts(rows)
         self._prefill.store(spans)
         taken = set(rows)
         places = [-1 if row in taken else row for row in range(self._sequences.rows)]
-        self._lengths.select_rows(upload(places, self._sequences.device))
+        self._lengths.select_rows(places)
         self._clock.restart()
         self._statistics.record_prefill(time.perf_counter() - started)
         return True

@@ -30,6 +30,10 @@ PLAIN = "generate"
 """The baseline whose greedy tokens the others' are compared with."""
 
 
+MOST_WARM_UPS = 4
+"""Untimed calls for a batch of prompts, at most."""
+
+
 @dataclass(frozen=True)
 class SweepOptions:
     """What is measured, and how often.
@@ -204,15 +208,22 @@ class Sweep:
         free_memory(pair.target.device)
 
     def _warm_up(self, pair: Pair, batches: Sequence[BatchEncoding], case: _RunningCase) -> None:
-        """Call a method for every batch of prompts, so that it compiles and records what it will need."""
+        """Call a method for every batch of prompts until it has compiled and recorded what it needs.
+
+        A policy that tries other lengths in each call meets shapes that it has not recorded yet for some calls.
+        """
         result, options = case.result, self._options
         request = Request(options.warmup_tokens or options.new_tokens, result.temperature, options.stop_at_eos)
         for inputs in batches:
-            if not case.goes_on or self._out_of_time([case]):
-                return
-            measured = self._call(pair, inputs, case, request, 0, "warm-up")
-            if measured is not None:
+            for _ in range(MOST_WARM_UPS):
+                if not case.goes_on or self._out_of_time([case]):
+                    return
+                measured = self._call(pair, inputs, case, request, 0, "warm-up")
+                if measured is None:
+                    break
                 result.warmup_seconds = (result.warmup_seconds or 0.0) + measured.seconds
+                if measured.answer.own is None or not measured.answer.own.recorded_passes:
+                    break
 
     def _repeat(
         self, pair: Pair, batches: Sequence[BatchEncoding], case: _RunningCase, repeat: int, order: int

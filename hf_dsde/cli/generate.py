@@ -14,16 +14,16 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_dsde import pairs
 from hf_dsde.batch.generator import DEFAULT_POLICY, BatchGenerator, RowError
 from hf_dsde.batch.input_rows import STANDARD_INPUT, read_rows
 from hf_dsde.batch.job import InputRows, process_state
 from hf_dsde.batch.output_files import OutputPaths
 from hf_dsde.batch.output_lines import as_line
 from hf_dsde.batch.progress import JobProgress
+from hf_dsde.cli.generate_models import load_models, own_device
 from hf_dsde.cli.generate_rows import input_of
 from hf_dsde.cli.generate_view import print_errors, print_template_note, result_view, summary
-from hf_dsde.cli.options import DeviceOption, Dtype, ModelOption, named_pair, usage_errors
+from hf_dsde.cli.options import DeviceOption, Dtype, ModelOption, usage_errors
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.utils.checks import check_number
 
@@ -63,7 +63,12 @@ def generate_command(
     model: ModelOption = None,
     draft: Annotated[
         str | None,
-        typer.Option("--assistant-model", "--draft", metavar="TEXT", help="Its draft: folder or Hub id."),
+        typer.Option(
+            "--assistant-model",
+            "--draft",
+            metavar="TEXT",
+            help="Its draft: folder, Hub id, or suffix, sssd or prompt_lookup, which draft out of texts.",
+        ),
     ] = None,
     policy: Annotated[
         str | None,
@@ -207,16 +212,16 @@ def generate_command(
         _check_output(output, overwrite, dry_run, from_stream=source == STANDARD_INPUT, state=state)
         speculation = _speculation(policy, config)
         sampling = _sampling(temperature, top_p)
-    pair = _load_pair(model, draft, dtype.torch, _own_device(device, state), device_map, state)
+    models = load_models(model, draft, dtype.torch, own_device(device, state), device_map, state)
     # Processes that draw the same numbers would answer the same prompt with the same text.
     torch.manual_seed(seed + (0 if state is None else state.process_index))
     is_main = state is None or state.is_main_process
-    asks = bool(pair.tokenizer.chat_template) if chat is None else chat
+    asks = bool(models.tokenizer.chat_template) if chat is None else chat
     with usage_errors():
         generator = BatchGenerator(
-            pair.target,
-            pair.tokenizer,
-            assistant_model=pair.draft,
+            models.target,
+            models.tokenizer,
+            assistant_model=models.draft,
             speculation_policy=speculation,
             batch_size=batch_size,
             max_new_tokens=max_new_tokens,
@@ -281,42 +286,6 @@ def _sampling(temperature: float, top_p: float | None) -> dict[str, Any]:
     if top_p is not None:
         check_number("top_p", top_p, 0.0, 1.0, open_minimum=True)
     return {"do_sample": True, "temperature": temperature} | ({} if top_p is None else {"top_p": top_p})
-
-
-def _own_device(device: str, state: PartialState | None) -> torch.device:
-    """The device asked for; of several GPUs that Accelerate shares out, this process's own."""
-    try:
-        asked = torch.device(device)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"--device {device!r} is none; give cpu, cuda or cuda:NUMBER") from error
-    if state is not None and asked.type == "cuda" and asked.index is None:
-        return torch.device("cuda", state.local_process_index)
-    return asked
-
-
-def _load_pair(
-    model: str | None,
-    draft: str | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    device_map: str | None,
-    state: PartialState | None,
-) -> pairs.Pair:
-    """The pair named, on one device or spread over several; the packaged pair when none is named."""
-    if (model is None) != (draft is None):
-        missing, other = ("--model", "--assistant-model") if model is None else ("--assistant-model", "--model")
-        raise typer.BadParameter(f"{missing} is missing; {other} needs it, since a draft belongs to its target")
-    if device_map is None:
-        with usage_errors((OSError,)):
-            return named_pair(model, draft, dtype, device)
-    if state is not None:
-        raise typer.BadParameter(
-            "--device-map spreads one copy of the models over devices, and each process needs its own; drop it"
-        )
-    if model is None or draft is None:
-        raise typer.BadParameter("--device-map needs --model and --assistant-model; the packaged pair fits one device")
-    with usage_errors((OSError,)):
-        return pairs.load_pair(model, draft, dtype, device, device_map)
 
 
 def _print_plan(generator: BatchGenerator, rows: Any) -> None:

@@ -14,6 +14,7 @@ from hf_dsde import pairs
 from hf_dsde.cli.bench import bench_command, bench_prompts_command, bench_show_command
 from hf_dsde.cli.demo import run as demo
 from hf_dsde.cli.demo import view as demo_view
+from hf_dsde.cli.demo.prompts import DemoPrompt
 from hf_dsde.cli.generate import generate_command
 from hf_dsde.cli.options import DeviceOption, Dtype, progress
 from hf_dsde.cli.profile import profile_command
@@ -29,15 +30,13 @@ app = typer.Typer(
 )
 
 
-def _check_policy(name: str) -> str:
-    if name not in available_policies():
-        raise typer.BadParameter(f"{name!r} is no policy; take one of {', '.join(available_policies())}")
-    return name
+def _check_policies(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in available_policies():
+            raise typer.BadParameter(f"{name!r} is no policy; take one of {', '.join(available_policies())}")
+    return names
 
 
-PolicyOption = Annotated[
-    str, typer.Option("--policy", callback=_check_policy, help="Policy that chooses the draft lengths.")
-]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Limit of every answer.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the result there.")]
 
@@ -45,27 +44,25 @@ JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help=
 @app.command("demo")
 def demo_command(
     device: DeviceOption,
-    dtype: Annotated[
-        list[Dtype] | None, typer.Option("--dtype", help="Repeat for several.", show_default="float32 and bfloat16")
-    ] = None,
+    dtype: Annotated[list[Dtype], typer.Option("--dtype", help="Repeat for several.")] = [Dtype.FLOAT32],  # noqa: B006
     max_new_tokens: NewTokensOption = 64,
-    policy: PolicyOption = "dsde",
+    policy: Annotated[
+        list[str], typer.Option(callback=_check_policies, help="Chooses the draft lengths. Repeat for several.")
+    ] = ["auto", "dsde"],  # noqa: B006
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method.")] = 3,
     json_path: JsonOption = None,
 ) -> None:
-    """Answer eight prompts in one batch with a real model, plain and with speculation."""
+    """Let a real model answer requests one by one and in one batch, plain and with speculation."""
     console = Console()
-    static = demo.Method("static, 2 tokens", SpeculationConfig("static", {"num_draft_tokens": 2}))
-    chosen = demo.Method(policy, SpeculationConfig(policy))
     options = demo.DemoOptions(
-        dtypes=tuple(d.torch for d in dtype or (Dtype.FLOAT32, Dtype.BFLOAT16)),
-        methods=(chosen, static),
+        dtypes=tuple(d.torch for d in dtype),
+        methods=tuple(demo.Method(name, SpeculationConfig(name)) for name in policy),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         device=torch.device(device),
     )
     with progress(console) as bar:
-        task = bar.add_task("starting", total=options.runs + len(options.dtypes))
+        task = bar.add_task("starting", total=options.steps)
 
         def on_step(description: str) -> None:
             # Advancing when a step begins would count it before it is done.
@@ -74,7 +71,10 @@ def demo_command(
                 # A log file shows no moving bar, and minutes of silence look like a hang.
                 console.print(description, style="dim")
 
-        result = demo.run_demo(options, pairs.load_packaged_pair, on_step)
+        def on_answer(prompt: DemoPrompt, text: str) -> None:
+            console.print(demo_view.answer_view(prompt, text))
+
+        result = demo.run_demo(options, pairs.load_packaged_pair, on_step, on_answer)
         bar.update(task, description="done", advance=1)
     console.print(demo_view.result_view(result))
     if json_path is not None:

@@ -20,7 +20,7 @@ class DraftMonitor:
     Args:
         should_stop: The policy's, on tensors on `device`; None if it never stops inside a round.
         signals: What the proposal must hold for the policy and for listeners.
-        device: Of the sequences.
+        device: Of the policy's tensors.
         expect: Called when the host would wait for an answer, with what is proposed if no row drafts on. If so, the
             proposal must have the very tensor of tokens that was given.
 

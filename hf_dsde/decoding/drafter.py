@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -135,7 +135,7 @@ class Drafter(CandidateGenerator, ABC):
         return False
 
     def begin_texts(self, rows: Sequence[int]) -> None:
-        """Learn that these rows have other texts from now on."""
+        """Learn that these rows have other texts from now on. The sequences still hold those that are over."""
 
     def room(self) -> Tensor | None:
         """The most tokens each row can draft next, `[rows]`, int64; None when there is no limit."""
@@ -169,6 +169,11 @@ class Drafter(CandidateGenerator, ABC):
     def depends_on_rows(self) -> bool:
         """Whether a row's place in the batch may matter to a pass, so that finished rows have to stay in."""
         return False
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What decides its proposals, in the types of JSON: a job whose drafter has others is another job."""
+        return {}
 
     @property
     def cost_owner(self) -> object:

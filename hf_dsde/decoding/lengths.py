@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import LiveCosts
 from hf_dsde.decoding.draft_monitor import DraftMonitor, Expect
 from hf_dsde.decoding.drafter import Drafter
-from hf_dsde.decoding.outcome import FinishedRound, outcome_of
-from hf_dsde.decoding.plan import usable_lengths
+from hf_dsde.decoding.outcome import Fetched, FinishedRound, fetched_outcome, numbers_of, outcome_of
+from hf_dsde.decoding.plan import RoundPlan, usable_lengths
 from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.execution.streams import overlaps
 from hf_dsde.execution.torch_modes import without_autocast
 from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.policies.base import (
@@ -26,12 +29,35 @@ from hf_dsde.policies.base import (
     Signal,
     StoppingPolicy,
 )
+from hf_dsde.utils.transfers import upload
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class PendingLengths:
+    """The next round's lengths, as far as the device alone knows them.
+
+    Attributes:
+        plan: Of the round that is over.
+        vectors: Tokens that each row has a use for, `[rows]`, int64; then what the policy wants, if it has answered.
+        outcome: What the policy learns from; None if it learns nothing.
+        signals: What the host needs of that.
+    """
+
+    plan: RoundPlan
+    vectors: Sequence[Tensor]
+    outcome: RoundOutcome | None = None
+    signals: Sequence[Tensor] = ()
 
 
 class DraftLengths:
     """Asks the policy, and counts the seconds that it takes on the host.
 
-    On a CUDA device these are the seconds to launch its work, not those the device needs for it.
+    A policy computes on the host, where its answer is needed and what it learns from arrives anyway: its dozens of
+    operations on a few numbers each take a GPU longer to launch than to run, and here they run beside the draft's first
+    pass. One that stops inside rounds is asked where the drafts are, and one that looks at whole distributions stays
+    with them; their seconds on a CUDA device are those to launch the work.
 
     Args:
         policy: Decides.
@@ -71,14 +97,17 @@ class DraftLengths:
             ValueError: If it or a listener needs to know distributions that the drafter does not have.
         """
         policy, provided = self._policy, self._drafter.provides
+        beside_drafts = policy.stops_inside_round or Signal.LOGITS in policy.requires
+        self._device = self._sequences.device if beside_drafts else HOST
         batch = BatchInfo(
             rows=self._sequences.rows,
-            device=self._sequences.device,
+            device=self._device,
             vocabulary_size=self._vocabulary_size,
             max_draft_length=self._config.max_draft_length,
             max_new_tokens=self._sequences.max_new_tokens,
             costs=costs if Signal.COSTS in policy.requires else None,
             provided=provided,
+            asynchronous=overlaps(self._sequences.device),
         )
         with without_autocast(batch.device):
             policy.start(batch)
@@ -94,45 +123,61 @@ class DraftLengths:
                 )
                 raise ValueError(msg)
 
-    def first(self, active: Tensor) -> Tensor:
-        """Return the lengths of a round that follows none, or other texts: `[rows]`, int64.
+    def first(self, active: Sequence[bool]) -> list[int]:
+        """Return the lengths of a round that follows none, or other texts.
 
         Args:
-            active: Rows that take part, `[rows]`, bool.
+            active: Rows that take part.
         """
         with self._timed():
-            lengths = self._policy.draft_lengths()
-        return self._bounded(lengths, active)
+            wish = self._policy.draft_lengths()
+        return self._bounded(wish.tolist(), active, self._most().tolist())
 
-    def after(
-        self, done: FinishedRound, times: PhaseTimes | None, active: Tensor
-    ) -> tuple[Tensor, RoundOutcome | None]:
-        """Return the lengths of the next round, and what the policy has learnt from this one.
-
-        After a round that overtook the policy's wish, that is the wish again, and nothing.
+    def after(self, done: FinishedRound, times: PhaseTimes | None) -> PendingLengths:
+        """Return what the device can tell of the next round's lengths; the host has the last word in `settle`.
 
         Args:
             done: The round that is over on the device. The policy learns from it, unless it overtook its wish.
             times: Seconds of the round before.
-            active: Rows that go on, `[rows]`, bool.
         """
-        if done.plan.deferred is not None:
-            return self._bounded(done.plan.deferred, active), None
+        most, plan = self._most(), done.plan
+        if plan.deferred is not None:
+            return PendingLengths(plan, [most])
         with self._timed():
             outcome = outcome_of(done, self.requires, times)
+            if self._device == HOST:
+                return PendingLengths(plan, [most], outcome, [*numbers_of(outcome).values()])
             self._policy.observe(outcome)
-            lengths = self._policy.draft_lengths()
-        return self._bounded(lengths, active), outcome
+            return PendingLengths(plan, [most, self._policy.draft_lengths()], outcome)
+
+    def settle(self, pending: PendingLengths, fetched: Fetched) -> list[int]:
+        """Return the lengths of the next round.
+
+        Args:
+            pending: What `after` has returned.
+            fetched: What the host has been told of it and of the round.
+        """
+        most, *answer = fetched.lengths
+        with self._timed():
+            if pending.plan.deferred is not None:
+                wish = list(pending.plan.deferred)
+            elif answer:
+                (wish,) = answer
+            else:
+                assert pending.outcome is not None
+                self._policy.observe(fetched_outcome(pending.outcome, pending.plan.active_rows, fetched))
+                wish = self._policy.draft_lengths().tolist()
+            return self._bounded(wish, fetched.going_on, most)
 
     def monitor(self, expect: Expect) -> DraftMonitor:
         """Return what a drafter asks in one round."""
         should_stop = self._should_stop if self._policy.stops_inside_round else None
-        return DraftMonitor(should_stop, self.requires, self._sequences.device, expect)
+        return DraftMonitor(should_stop, self.requires, self._device, expect)
 
-    def select_rows(self, index: Tensor) -> None:
-        """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
+    def select_rows(self, places: Sequence[int]) -> None:
+        """Rearrange the batch; -1 is a new sequence."""
         with self._timed():
-            self._policy.select_rows(index)
+            self._policy.select_rows(upload(places, self._device))
 
     def take_seconds(self) -> float:
         """Return the policy's seconds since the last call: computing signals, its answers, its learning."""
@@ -153,13 +198,10 @@ class DraftLengths:
         finally:
             self._seconds += time.perf_counter() - started
 
-    def _bounded(self, lengths: Tensor, active: Tensor) -> Tensor:
-        config = self._config
-        return usable_lengths(
-            lengths,
-            active,
-            self._sequences.remaining,
-            self._drafter.room(),
-            config.max_draft_length,
-            fill=config.fill_to_batch,
-        )
+    def _most(self) -> Tensor:
+        """Draft tokens that each row has a use for, `[rows]`, int64: the bonus token is one of those it may emit."""
+        most, room = (self._sequences.remaining - 1).clamp_min(0), self._drafter.room()
+        return most if room is None else torch.minimum(most, room)
+
+    def _bounded(self, wish: Sequence[int], active: Sequence[bool], most: Sequence[int]) -> list[int]:
+        return usable_lengths(wish, active, most, self._config.max_draft_length, fill=self._config.fill_to_batch)

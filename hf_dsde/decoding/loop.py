@@ -21,7 +21,7 @@ from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.cost_measurement import CostLearner, live_costs, remember_costs
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.lengths import DraftLengths
-from hf_dsde.decoding.outcome import FinishedRound
+from hf_dsde.decoding.outcome import Fetched, FinishedRound
 from hf_dsde.decoding.plan import RoundPlan, next_plan
 from hf_dsde.decoding.prefill import Prefill
 from hf_dsde.decoding.recording import Recording
@@ -140,8 +140,7 @@ class SpeculativeLoop:
                 self._costs = live_costs(self._target, self._drafter, self._config, longest)
                 self._log.listeners.append(CostLearner(self._costs))
         self._lengths.start(self._costs)
-        lengths = self._lengths.first(torch.ones_like(self._sequences.generated, dtype=torch.bool))
-        plan = self._next_plan(None, lengths, lengths.tolist())
+        plan = self._next_plan(None, self._lengths.first([True] * self._sequences.rows))
         self._prefill.read_draft(plan, wait=True)
         self._log.skip_recordings(self.recording_costs.passes)  # those of measuring costs disturb no round
         return plan
@@ -178,19 +177,21 @@ class SpeculativeLoop:
         if ahead.overlaps:
             self._clock.mark()
             ahead.stage(going_on, candidates.width, plain=probes or plan.foretells_plain(1))
-        wish, outcome = self._lengths.after(done, self._log.times, going_on)
-        vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, wish]
-        download = Download(vectors, new_tokens)
+        pending = self._lengths.after(done, self._log.times)
+        vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, *pending.vectors]
+        download = Download(vectors, new_tokens, pending.signals)
         # No pass is needed after the last token that any row may emit.
         more = min(sequences.generated_counts) + 1 < sequences.max_new_tokens
         with ahead.running(draft=not probes, plain=more and (probes or plan.foretells_plain(2))):
-            (generated, emitted, ends, accepted, drafted, lengths), host_tokens = download.wait()
+            (generated, emitted, ends, accepted, drafted, *lengths), host_tokens, signals = download.wait()
         sequences.synchronise(generated, host_tokens)
         self._drafter.update_candidate_strategy(sequences, scores, accepted, drafted)
         self._hand_out(done, emitted, ends)
+        stays = [on and not end for on, end in zip(plan.active_rows, ends, strict=True)]
+        counts = self._lengths.settle(pending, Fetched(drafted, accepted, stays, lengths, signals))
         self._log.add(
             done,
-            outcome,
+            pending.outcome,
             drafted,
             accepted,
             emitted,
@@ -198,7 +199,7 @@ class SpeculativeLoop:
             pass_rows=len(self._target.live_rows),
             recorded=self.recording_costs.passes,
         )
-        return self._next_plan(plan, wish, lengths)
+        return self._next_plan(plan, counts)
 
     def _draft(self, plan: RoundPlan) -> CandidateBatch:
         """Ask the drafter, unless no row drafts: then the round is a step of plain decoding."""
@@ -224,16 +225,16 @@ class SpeculativeLoop:
         self._stopping.advance([bool(end) for end in ends], self._recording.scores_until)
         self._feed.feed(self._sequences, self._stopping)
 
-    def _next_plan(self, previous: RoundPlan | None, lengths: Tensor, length_counts: Sequence[int]) -> RoundPlan:
+    def _next_plan(self, previous: RoundPlan | None, length_counts: Sequence[int]) -> RoundPlan:
         """Plan the round after `previous` with what the policy wants, after rows that have ended have left."""
         going_on = [not finished for finished in self._stopping.finished()]
         self._drop_finished_rows(going_on)
         index = 0 if previous is None else previous.index + 1
         return next_plan(
             previous,
-            lengths,
             length_counts,
             going_on,
+            self._sequences.device,
             probes=self._probes(index),
             plain_begun=self._ahead.plain_begun,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,52 @@ class FinishedRound:
     verified: VerifiedBlock
     by_chance: bool
     packed_tokens: int | None
+
+
+NUMBERS = ("kld", "reverse_kld", "entropy", "confidence", "acceptance", "next_entropy", "next_probability")
+"""Attributes of an outcome that hold a few numbers per row, and no distributions."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What the host has been told of a round.
+
+    Attributes:
+        drafted: Tokens that each row drafted.
+        accepted: How many of them the target accepted.
+        going_on: Rows that are generated further.
+        lengths: What is pending of the next round's lengths, each with an entry per row.
+        numbers: Values of `numbers_of` the outcome.
+    """
+
+    drafted: Sequence[int]
+    accepted: Sequence[int]
+    going_on: Sequence[bool]
+    lengths: Sequence[list[int]]
+    numbers: Sequence[Tensor]
+
+
+def numbers_of(outcome: RoundOutcome) -> dict[str, Tensor]:
+    """Return those of `NUMBERS` that an outcome has."""
+    values = {name: getattr(outcome, name) for name in NUMBERS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def fetched_outcome(outcome: RoundOutcome, active: Sequence[bool], fetched: Fetched) -> RoundOutcome:
+    """Return an outcome with its numbers on the host, and no distributions.
+
+    Args:
+        outcome: On the device.
+        active: Rows that took part.
+        fetched: The numbers.
+    """
+    return RoundOutcome(
+        drafted=torch.tensor(fetched.drafted),
+        accepted=torch.tensor(fetched.accepted),
+        active=torch.tensor(active),
+        timings=outcome.timings,
+        **dict(zip(numbers_of(outcome), fetched.numbers, strict=True)),
+    )
 
 
 def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTimes | None) -> RoundOutcome:

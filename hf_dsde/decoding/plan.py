@@ -38,7 +38,7 @@ class RoundPlan:
         kind: What is done.
         index: Number of the round, from 0.
         plain_streak: Rounds without drafts right before this one.
-        deferred: What the policy wanted of this round if it is overtaken, like `lengths`; else None.
+        deferred: What the policy wanted of this round if it is overtaken, like `length_counts`; else None.
     """
 
     lengths: Tensor
@@ -48,7 +48,7 @@ class RoundPlan:
     kind: RoundKind = RoundKind.DRAFT
     index: int = 0
     plain_streak: int = 0
-    deferred: Tensor | None = None
+    deferred: Sequence[int] | None = None
 
     @property
     def width(self) -> int:
@@ -80,30 +80,28 @@ class RoundPlan:
 
 
 def usable_lengths(
-    lengths: Tensor, active: Tensor, remaining: Tensor, room: Tensor | None, longest: int, *, fill: bool
-) -> Tensor:
-    """Return a policy's lengths, lowered to what rows can use, `[rows]`, int64.
+    wish: Sequence[int], active: Sequence[bool], most: Sequence[int], longest: int, *, fill: bool
+) -> list[int]:
+    """Return a policy's lengths, lowered to what rows can use.
 
     Args:
-        lengths: What the policy wants, `[rows]`, int64.
-        active: Rows still being generated, `[rows]`, bool.
-        remaining: Tokens that each row may still emit, `[rows]`, int64. The bonus token takes one of them.
-        room: Tokens that the drafter can draft for each row, `[rows]`, int64; None if there is no limit.
+        wish: What the policy wants of each row.
+        active: Rows still being generated.
+        most: Draft tokens that each row has a use for.
         longest: The longest draft of any row.
         fill: Whether every active row drafts as many tokens as the batch's longest.
     """
-    lengths = torch.where(active, lengths.clamp(0, longest), 0)
+    lengths = [min(max(length, 0), longest) if on else 0 for length, on in zip(wish, active, strict=True)]
     if fill:
-        lengths = torch.where(active, lengths.max(), 0)
-    lengths = torch.minimum(lengths, (remaining - 1).clamp_min(0))
-    return lengths if room is None else torch.minimum(lengths, room)
+        lengths = [max(lengths) if on else 0 for on in active]
+    return [min(length, bound) for length, bound in zip(lengths, most, strict=True)]
 
 
 def next_plan(
     previous: RoundPlan | None,
-    lengths: Tensor,
     length_counts: Sequence[int],
     going_on: Sequence[bool],
+    device: torch.device,
     *,
     probes: bool,
     plain_begun: bool,
@@ -112,9 +110,9 @@ def next_plan(
 
     Args:
         previous: The round that is over.
-        lengths: What the policy wants and rows can use, `[rows]`, int64.
-        length_counts: The same on the host.
+        length_counts: What the policy wants of each row, and the row can use.
         going_on: Rows that are still generated.
+        device: Of the sequences.
         probes: Whether the round measures a plain step.
         plain_begun: Whether the target's pass without drafts is under way already.
     """
@@ -128,14 +126,13 @@ def next_plan(
         kind = RoundKind.OVERTAKEN
     else:
         kind = RoundKind.DRAFT if any(counts) else RoundKind.PLAIN
-    active = upload(list(going_on), lengths.device)
     return RoundPlan(
-        lengths=torch.zeros_like(lengths) if plain else torch.where(active, lengths, 0),
+        lengths=upload(counts, device),
         length_counts=counts,
-        active=active,
+        active=upload(list(going_on), device),
         active_rows=list(going_on),
         kind=kind,
         index=0 if previous is None else previous.index + 1,
         plain_streak=0 if previous is None else previous.next_plain_streak,
-        deferred=lengths if overtaken else None,
+        deferred=length_counts if overtaken else None,
     )

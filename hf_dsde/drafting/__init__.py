@@ -1,4 +1,4 @@
-"""Who proposes draft tokens: models, candidate generators of transformers, and drafters of a user's own.
+"""Who proposes draft tokens: models, texts, candidate generators of transformers, and drafters of a user's own.
 
 To write one, subclass `Drafter`; the documentation shows how in docs/drafters.md.
 """
@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from hf_dsde.decoding.drafter import DraftCall, Drafter
     from hf_dsde.decoding.plan import RoundPlan
     from hf_dsde.decoding.sequences import SequenceBatch
+    from hf_dsde.drafting.lookup.prompt_lookup import PromptLookupDrafter
+    from hf_dsde.drafting.lookup.sssd import SSSDDrafter
+    from hf_dsde.drafting.lookup.suffix import SuffixDrafter
 else:
     from hf_dsde.utils.lazy_names import lazy_names as _lazy_names
 
@@ -23,9 +26,12 @@ else:
             "DraftCall": "hf_dsde.decoding.drafter",
             "DraftMonitor": "hf_dsde.decoding.draft_monitor",
             "Drafter": "hf_dsde.decoding.drafter",
+            "PromptLookupDrafter": "hf_dsde.drafting.lookup.prompt_lookup",
             "RoundPlan": "hf_dsde.decoding.plan",
+            "SSSDDrafter": "hf_dsde.drafting.lookup.sssd",
             "Sampled": "hf_dsde.decoding.candidates",
             "SequenceBatch": "hf_dsde.decoding.sequences",
+            "SuffixDrafter": "hf_dsde.drafting.lookup.suffix",
         },
     )
 
@@ -35,7 +41,10 @@ __all__ = [
     "DraftCall",
     "DraftMonitor",
     "Drafter",
+    "PromptLookupDrafter",
     "RoundPlan",
+    "SSSDDrafter",
     "Sampled",
     "SequenceBatch",
+    "SuffixDrafter",
 ]

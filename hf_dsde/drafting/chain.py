@@ -218,25 +218,35 @@ class ChainDrafter(Drafter):
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
     ) -> CandidateBatch:
         """Draft up to `plan.width` tokens, one forward pass each."""
-        looked_at = monitor.signals & DRAFT_SIGNALS or monitor.stops_inside_round or self.call.do_sample
-        self._nobody_looks = not looked_at and self._process.changes_nothing
+        keeps_logits = bool(monitor.signals & LOGIT_SIGNALS)
+        asked = monitor.stops_inside_round or monitor.signals & (DRAFT_SIGNALS - LOGIT_SIGNALS)
+        best_ones = not asked and not self.call.do_sample and self._process.changes_nothing
+        self._nobody_looks = best_ones and not keeps_logits
         output = self._catch_up(sequences, plan)
-        tokens = self._chained(plan, output) if self._nobody_looks else None
-        if tokens is None:
-            return self._step_by_step(sequences, plan, monitor, output)
-        return CandidateBatch(tokens, plan.lengths, host_lengths=plan.length_counts, steps=plan.width)
+        candidates = self._chained(plan, output, keeps_logits=keeps_logits) if best_ones else None
+        return candidates or self._step_by_step(sequences, plan, monitor, output)
 
-    def _chained(self, plan: RoundPlan, output: PassOutput) -> Tensor | None:
-        """Draft greedily after the first pass, `[rows, width]`, int64; None if the runner needs the host for that."""
+    def _chained(self, plan: RoundPlan, output: PassOutput, *, keeps_logits: bool) -> CandidateBatch | None:
+        """Draft greedily after the first pass; None if the runner needs the host for that."""
         sequences, steps = self.call.sequences, plan.width - 1
-        tokens = best_tokens(self.model, output.logits, self._vocabulary_size)
-        drafted: Tensor | None = tokens
+        tokens, logits = best_tokens(self.model, output.logits, self._vocabulary_size), output.logits
         if steps:
             block = self._drafted_block(tokens, sequences.lengths[:, None].to(self._device), output)
             longest = max(sequences.length_counts) + steps
-            chain = Chain(block, plan.lengths.to(self._device), steps, longest, self._vocabulary_size)
-            drafted = self._runner.chain(chain)
-        return None if drafted is None else drafted.to(sequences.device)
+            lengths = plan.lengths.to(self._device)
+            drafted = self._runner.chain(Chain(block, lengths, steps, longest, self._vocabulary_size, keeps_logits))
+            if drafted is None:
+                return None
+            tokens = drafted.tokens
+            if drafted.logits is not None:
+                logits = torch.cat([logits, drafted.logits], dim=1)
+        return CandidateBatch(
+            tokens.to(sequences.device),
+            plan.lengths,
+            host_lengths=plan.length_counts,
+            steps=plan.width,
+            logits=self._align(logits).to(sequences.device) if keeps_logits else None,
+        )
 
     def _step_by_step(
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor, output: PassOutput

@@ -24,7 +24,7 @@ from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, Chain, ChainStep
+from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, Chain, ChainStep, DraftedChain
 from hf_dsde.execution.recording_key import Key, is_compiled
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, portions, total_count
@@ -149,7 +149,7 @@ class GraphRunner(EagerRunner):
 
         return run
 
-    def chain(self, chain: Chain) -> Tensor | None:
+    def chain(self, chain: Chain) -> DraftedChain | None:
         """As for any runner: a recorded step is replayed as often."""
         if not self._recording or chain.steps >= LONGEST_CHAIN:
             return None
@@ -159,9 +159,13 @@ class GraphRunner(EagerRunner):
         assert entry.chain is not None
         entry.chain.begin(chain, self._of_live_rows)
         self._follow_rows(entry)
+        logits = []
         for _ in range(chain.steps):
             entry.replay()
-        return self._of_everyone(entry.chain.drafted(chain.steps), self._live_index)
+            if chain.keeps_logits:
+                logits.append(entry.replay.output.logits.to(torch.float32, copy=True))
+        tokens = self._of_everyone(entry.chain.drafted(chain.steps), self._live_index)
+        return DraftedChain(tokens, self._of_everyone(torch.cat(logits, dim=1), self._live_index) if logits else None)
 
     def _follow_rows(self, entry: RecordedPass) -> None:
         """Let a padded pass run the rows that are in now."""

@@ -29,7 +29,7 @@ from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput, checked_layers, chosen_layers
-from hf_dsde.execution.recorded_chain import Chain
+from hf_dsde.execution.recorded_chain import Chain, DraftedChain
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, similar_counts
 from hf_dsde.execution.torch_modes import Autocast
@@ -41,7 +41,7 @@ WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48,
 PADDED_COLUMNS = 512
 """Columns of a padded pass that stores prompts: its masks have a place for every pair of a column and a slot."""
 TIMED_PASSES = 3
-"""Timed passes of each shape, after one that warms up; the median counts."""
+"""Timed passes of each shape on a GPU, after one that warms up; the median counts."""
 
 
 def next_bucket(size: int, buckets: tuple[int, ...]) -> int:
@@ -168,8 +168,8 @@ class ModelRunner(ABC):
         """
         return self.stage(block, longest, keep)()
 
-    def chain(self, chain: Chain) -> Tensor | None:  # noqa: ARG002
-        """Draft without the host in between, `[rows, 1 + steps]`, int64; None, and nothing done, if it cannot."""
+    def chain(self, chain: Chain) -> DraftedChain | None:  # noqa: ARG002
+        """Draft without the host in between; None, and nothing done, if it cannot."""
         return None
 
     def _run(self, block: RowBlock, longest: int, keep: int | None) -> PassOutput:
@@ -372,9 +372,9 @@ class EagerRunner(ModelRunner):
 
 
 def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
-    """Median seconds of a pass of `width` columns per row over caches of up to `longest` tokens.
+    """Seconds of a pass of `width` columns per row over caches of up to `longest` tokens.
 
-    The passes write after every row's text, where nothing is kept.
+    The passes write after every row's text, where nothing is kept. On a CPU there is one; rounds correct what it says.
 
     Args:
         runner: With prompts of up to `longest` tokens stored, each without its last token.
@@ -396,5 +396,5 @@ def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
             torch.cuda.synchronize(runner.device)
         return time.perf_counter() - started
 
-    timed()
-    return median(timed() for _ in range(TIMED_PASSES))
+    first = timed()
+    return first if runner.device.type == "cpu" else median(timed() for _ in range(TIMED_PASSES))

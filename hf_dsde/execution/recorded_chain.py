@@ -41,6 +41,7 @@ class Chain:
         steps: Tokens that the row which drafts most drafts after its first; at least 1.
         longest: A bound, known without asking the device, on the largest slot + 1.
         vocabulary: Size of the target's vocabulary.
+        keeps_logits: Whether somebody looks at what the tokens were chosen from.
     """
 
     block: RowBlock
@@ -48,6 +49,21 @@ class Chain:
     steps: int
     longest: int
     vocabulary: int
+    keeps_logits: bool = False
+
+
+@dataclass(frozen=True)
+class DraftedChain:
+    """What a chain brought.
+
+    Attributes:
+        tokens: First draft tokens and those of the steps, `[rows, 1 + steps]`, int64.
+        logits: The draft's own that the steps chose from, `[rows, steps, its vocabulary]`, float32; None if they were
+            not to be kept.
+    """
+
+    tokens: Tensor
+    logits: Tensor | None = None
 
 
 class ChainStep:

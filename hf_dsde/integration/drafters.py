@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -14,26 +14,56 @@ from transformers.generation.candidate_generator import (
     AssistedCandidateGeneratorDifferentTokenizers,
     CandidateGenerator,
     MTPCandidateGenerator,
-    PromptLookupCandidateGenerator,
 )
 
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.drafting.chain import ChainDrafter
 from hf_dsde.drafting.head import HeadDrafter
+from hf_dsde.drafting.lookup.prompt_lookup import NGRAM_SIZE, PromptLookupDrafter
+from hf_dsde.drafting.lookup.sssd import SSSDDrafter
+from hf_dsde.drafting.lookup.suffix import SuffixDrafter
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.drafting.per_row import PerRowDrafter
 from hf_dsde.execution.wrappers import unwrapped
 from hf_dsde.integration import vocabularies
 from hf_dsde.integration.heads import is_head
 from hf_dsde.measurement.statistics import SpeculationWarning
+from hf_dsde.utils.checks import check_choice
 
-Assistant = PreTrainedModel | Drafter | CandidateGenerator | None
-"""What `assistant_model` takes: a model, a head made for the target, a drafter, a generator of transformers or of the
-user's; None where the generation config asks for prompt lookup, or for the target's own layers for multi-token
-prediction."""
+Assistant = PreTrainedModel | Drafter | CandidateGenerator | str | None
+"""What `assistant_model` takes: a model, a head made for the target, a drafter, the name of one that needs no model, a
+generator of transformers or of the user's; None where the generation config asks for prompt lookup, or for the target's
+own layers for multi-token prediction."""
 
-NGRAM_SIZE = 2
-"""Tokens that prompt lookup matches at most where the generation config names no number, as in transformers."""
+NAMED_DRAFTERS: Mapping[str, Callable[[], Drafter]] = {
+    "prompt_lookup": PromptLookupDrafter,
+    "sssd": SSSDDrafter,
+    "suffix": SuffixDrafter,
+}
+"""Drafters without a model, by the names that `assistant_model` knows them by: each as it is without arguments."""
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no drafter has.
+
+    Raises:
+        ValueError: If it is another one.
+    """
+    way_out = "A model is loaded first (from_pretrained, hf_dsde.load_draft, hf_dsde.load_head) and passed itself."
+    check_choice("assistant_model", name, NAMED_DRAFTERS, way_out=way_out)
+
+
+def job_draft(assistant: Any) -> PreTrainedModel | Drafter:
+    """Return what drafts in all calls of a job: a model, out of what wraps it, or a drafter.
+
+    Raises:
+        TypeError: If it is something else.
+        ValueError: If it is a name that no drafter has.
+    """
+    if isinstance(assistant, str):
+        check_name(assistant)
+        return NAMED_DRAFTERS[assistant]()
+    return assistant if isinstance(assistant, Drafter) else unwrapped("assistant_model", assistant)
 
 
 def drafter_for(
@@ -55,8 +85,10 @@ def drafter_for(
         assistant_tokenizer: The draft's tokenizer, likewise. If both are there and their vocabularies differ, drafts
             are translated through their text, row by row.
     """
-    if isinstance(assistant, Drafter):
-        return assistant
+    if isinstance(assistant, (Drafter, str)):
+        drafter = job_draft(assistant)
+        assert isinstance(drafter, Drafter)
+        return drafter
     if isinstance(assistant, CandidateGenerator):
         return PerRowDrafter(partial(_copied, assistant), owner=assistant)
     if assistant is None and getattr(generation_config, "use_mtp", None):
@@ -65,7 +97,7 @@ def drafter_for(
         make, least = partial(_copied, generator), generator.num_mtp_layers or 0
         return PerRowDrafter(make, owner=target, hidden_layers=(last,), least_states=least)
     if assistant is None:
-        return PerRowDrafter(partial(_lookup, target, generation_config, processors), owner=target)
+        return _lookup(generation_config)
     draft = unwrapped("assistant_model", assistant)
     if tokenizer is not None and assistant_tokenizer is not None and not is_head(draft):
         shared = vocabularies.shared_size(target, draft)
@@ -98,21 +130,12 @@ def _copied(generator: CandidateGenerator, text: Tensor) -> CandidateGenerator: 
     return copy.deepcopy(generator, {id(part): part for part in shared})
 
 
-def _lookup(
-    target: PreTrainedModel,
-    generation_config: GenerationConfig,
-    processors: LogitsProcessorList,
-    text: Tensor,  # noqa: ARG001 - as `make` is called
-) -> CandidateGenerator:
-    """Prompt lookup (Saxena 2023, prompt-lookup-decoding) as transformers does it."""
+def _lookup(generation_config: GenerationConfig) -> PromptLookupDrafter:
+    """Prompt lookup as the generation config asks for it; the policy says how many tokens."""
     config: Any = generation_config
-    return PromptLookupCandidateGenerator(
-        eos_token_id=config._eos_token_tensor,
-        num_output_tokens=config.prompt_lookup_num_tokens,
-        max_matching_ngram_size=config.max_matching_ngram_size or NGRAM_SIZE,
-        max_length=config.max_length,
-        logits_processor=processors,
-        vocab_size=target.config.get_text_config().vocab_size,
+    ends = config._eos_token_tensor
+    return PromptLookupDrafter(
+        config.max_matching_ngram_size or NGRAM_SIZE, end_tokens=() if ends is None else ends.flatten().tolist()
     )
 
 

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_dsde import compat
 from hf_dsde.decoding.processing.state import refuse_known
 from hf_dsde.execution import attention, wrappers
-from hf_dsde.integration import vocabularies
+from hf_dsde.integration import drafters, vocabularies
 from hf_dsde.integration.heads import check_head, is_head
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -142,16 +142,18 @@ def check_assistant(
 
     Args:
         target: The target.
-        assistant: A model, any candidate generator, or None for prompt lookup.
+        assistant: A model, any candidate generator, the name of a drafter, or None for prompt lookup.
         tokenizer: The target's tokenizer, if it was given.
         assistant_tokenizer: The draft's, likewise. Where both are given, drafts of another vocabulary are translated.
         packed_attention: As for `check_models`.
 
     Raises:
         TypeError: If the assistant is none of these.
-        ValueError: As for `check_models` and `check_tokenizers`.
+        ValueError: As for `check_models` and `check_tokenizers`, and for names that no drafter has.
     """
-    if assistant is None or isinstance(assistant, CandidateGenerator):
+    if isinstance(assistant, str):
+        drafters.check_name(assistant)
+    if assistant is None or isinstance(assistant, (CandidateGenerator, str)):
         check_models(target, None, packed_attention)
         return
     draft = wrappers.unwrapped("assistant_model", assistant)

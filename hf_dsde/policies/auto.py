@@ -13,9 +13,9 @@ from hf_dsde.policies.registry import register
 def stopping_inside_pays(batch: BatchInfo) -> bool:
     """Whether a rule that asks after each draft token is the one to take.
 
-    On a GPU the host would wait for each answer, and launch the rule's arithmetic in dozens of small operations.
+    Beside a GPU the host would wait for each answer, and launch the rule's arithmetic in dozens of small operations.
     """
-    return batch.rows == 1 and batch.device.type != "cuda" and batch.provided >= DRAFT_SIGNALS
+    return batch.rows == 1 and not batch.asynchronous and batch.provided >= DRAFT_SIGNALS
 
 
 @register("auto")
@@ -53,8 +53,8 @@ class AutoPolicy(StoppingPolicy):
 
     @property
     def stops_inside_round(self) -> bool:
-        """Whether the chosen policy does."""
-        return self.chosen.stops_inside_round
+        """Whether the chosen policy does; not before the choice, which falls on no such policy beside a GPU."""
+        return self._chosen is not None and self._chosen.stops_inside_round
 
     def start(self, batch: BatchInfo) -> None:
         """Choose, forget everything and prepare for a batch."""

@@ -58,12 +58,15 @@ class BatchInfo:
 
     Attributes:
         rows: Number of sequences.
-        device: Where the policy's tensors have to live.
+        device: Where the policy's tensors have to live: on the host, or, for a policy that stops inside rounds or looks
+            at logits, where the texts are.
         vocabulary_size: Size of the target's vocabulary.
         max_draft_length: The most tokens the loop lets any row draft in one round.
         max_new_tokens: The most tokens any row may emit in the whole call.
         costs: What passes cost, kept up to date by the loop. None unless `Signal.COSTS` is required.
         provided: Those of `DRAFT_SIGNALS` that the drafter can give. One that gives none never asks `should_stop`.
+        asynchronous: Whether drafts are made on a device that works beside the host, which would have to wait for each
+            answer to `should_stop`.
     """
 
     rows: int
@@ -73,6 +76,7 @@ class BatchInfo:
     max_new_tokens: int
     costs: LiveCosts | None = None
     provided: frozenset[Signal] = DRAFT_SIGNALS
+    asynchronous: bool = False
 
 
 def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,8 +220,9 @@ class RoundOutcome:
 class StoppingPolicy(ABC):
     """Decides how many tokens each sequence drafts. One instance serves one call of `generate` at a time.
 
-    Subclasses keep their state in tensors on `BatchInfo.device`, with one entry per row, and make it afresh in
-    `start`: two equal calls must behave equally. They never synchronise with the host.
+    Subclasses keep state with one entry per row, and make it afresh in `start`: two equal calls must behave equally.
+    They are told and answer in tensors on `BatchInfo.device`. Where that is the host, a few arrays or lists are the
+    fastest state. Those that stop inside rounds are asked beside the drafts, and never synchronise with the host.
     """
 
     name: ClassVar[str]

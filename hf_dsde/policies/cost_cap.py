@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from collections import Counter
+from itertools import accumulate
+
 from torch import Tensor
 
 from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
@@ -50,12 +52,11 @@ class CostCap(GoodputPolicy):
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
         self._policy.start(batch)
-        self._wishes = self._policy.draft_lengths()
+        self._wishes: list[int] = self._policy.draft_lengths().tolist()
         super().start(batch)
 
-    def draft_lengths(self) -> Tensor:
-        """The other policy's lengths up to the cap, shape `[rows]`, int64; in a probe at most 1, and in few rows."""
-        return torch.minimum(self._wishes, super().draft_lengths())
+    def _lengths(self) -> list[int]:
+        return [min(wish, length) for wish, length in zip(self._wishes, super()._lengths(), strict=True)]
 
     def should_stop(self, step: DraftStep) -> Tensor | None:
         """The other policy's answer, shape `[rows]`, bool, or None."""
@@ -64,18 +65,21 @@ class CostCap(GoodputPolicy):
     def observe(self, outcome: RoundOutcome) -> None:
         """Let the other policy learn, then find the cap of what it wants next."""
         self._policy.observe(outcome)
-        self._wishes = self._policy.draft_lengths()
+        self._wishes = self._policy.draft_lengths().tolist()
         super().observe(outcome)
 
     def select_rows(self, index: Tensor) -> None:
         """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
         self._policy.select_rows(index)
-        self._wishes = self._policy.draft_lengths()
+        self._wishes = self._policy.draft_lengths().tolist()
         super().select_rows(index)
 
-    def _expected_tokens(self) -> Tensor:
-        """Mean of the rows' expected tokens by depth, shape `[longest + 1]`, float32."""
-        depth = torch.arange(self._longest + 1, device=self._wishes.device)
-        active = self._rows.active
-        share = ((self._wishes[:, None] >= depth) & active[:, None]).sum(0) / active.sum().clamp_min(1)
-        return (share * torch.pow(self.acceptance, depth)).cumsum(0)
+    def _expected_tokens(self) -> list[float]:
+        """Mean of the rows' expected tokens by depth, from 0 to the longest."""
+        stops = Counter(min(wish, self._longest) for wish, on in zip(self._wishes, self._active, strict=True) if on)
+        rows = left = stops.total()
+        gains = []
+        for depth in range(self._longest + 1):
+            gains.append(self.acceptance**depth * left / max(rows, 1))
+            left -= stops[depth]
+        return list(accumulate(gains))

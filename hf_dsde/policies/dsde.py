@@ -11,13 +11,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dsde import signals
 from hf_dsde.policies.base import BatchInfo, RoundOutcome, Signal, StoppingPolicy
+from hf_dsde.policies.host_rows import HostRows, append_newest
 from hf_dsde.policies.registry import register
-from hf_dsde.policies.row_history import RowState, append_newest
 from hf_dsde.utils.checks import check_choice, check_flag, check_integer, check_number
 
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -47,20 +49,23 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 _DIRECTIONS = {"target_draft": Signal.KLD, "draft_target": Signal.REVERSE_KLD}
 _FIRST_GROWING_LENGTH = 5
 _TINY = 1e-8
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 _WORST_KLD = -math.log(signals.DRAFT_PROBABILITY_FLOOR)
 
 
 @dataclass
-class _State(RowState):
-    window: Tensor  # [rows, long_window], float32: KLDs, newest last
-    filled: Tensor  # [rows], int64: how many of the window's last entries are real
-    last_mean: Tensor  # [rows], float32: mean KLD of the last verified step
-    active: Tensor  # [rows], bool: still generating, as of the last round
-    calibration_length: Tensor  # [rows], int64: draft length while the window fills
-    calibration_count: Tensor  # [rows], int64: KLDs seen in calibration
-    calibration_sum: Tensor  # [rows], float32: their sum
-    calibration_max: Tensor  # [rows], float32: their maximum
-    best_accepted: Tensor  # [rows], int64: SL_A,max, most tokens accepted in a step of calibration
+class _State(HostRows):
+    window: Floats  # [rows, long_window]: KLDs, newest last
+    filled: Integers  # [rows]: how many of the window's last entries are real
+    last_mean: Floats  # [rows]: mean KLD of the last verified step
+    active: Flags  # [rows]: still generating, as of the last round
+    calibration_length: Integers  # [rows]: draft length while the window fills
+    calibration_count: Integers  # [rows]: KLDs seen in calibration
+    calibration_sum: Floats  # [rows]: their sum
+    calibration_max: Floats  # [rows]: their maximum
+    best_accepted: Integers  # [rows]: SL_A,max, most tokens accepted in a step of calibration
 
 
 @register("dsde")
@@ -186,56 +191,56 @@ class DSDEStoppingPolicy(StoppingPolicy):
         return self._state
 
     @property
-    def calibrating(self) -> Tensor:
-        """Rows whose window of KLDs is not full yet, shape `[rows]`, bool."""
+    def calibrating(self) -> Flags:
+        """Rows whose window of KLDs is not full yet, shape `[rows]`."""
         return self._rows.filled < self.long_window
 
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
+        self._device = batch.device
         self._ceiling = batch.max_draft_length if self.sl_max is None else min(self.sl_max, batch.max_draft_length)
         self._floor = min(self.sl_min, self._ceiling)
+        self._state = self._initial(batch.rows)
+        self._fresh = self._initial(1)
 
-        self._state = self._initial(batch.rows, batch.device)
-        self._fresh = self._initial(1, batch.device)
-
-    def _initial(self, rows: int, device: torch.device) -> _State:
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(rows, *shape, dtype=dtype, device=device)
-
+    def _initial(self, rows: int) -> _State:
         return _State(
-            window=zeros(self.long_window, dtype=torch.float32),
-            filled=zeros(dtype=torch.int64),
-            last_mean=zeros(dtype=torch.float32),
-            active=~zeros(dtype=torch.bool),
-            calibration_length=zeros(dtype=torch.int64) + min(self.initial_length, self._ceiling),
-            calibration_count=zeros(dtype=torch.int64),
-            calibration_sum=zeros(dtype=torch.float32),
-            calibration_max=zeros(dtype=torch.float32),
-            best_accepted=zeros(dtype=torch.int64),
+            window=np.zeros((rows, self.long_window), np.float32),
+            filled=np.zeros(rows, np.int64),
+            last_mean=np.zeros(rows, np.float32),
+            active=np.ones(rows, np.bool_),
+            calibration_length=np.full(rows, min(self.initial_length, self._ceiling), np.int64),
+            calibration_count=np.zeros(rows, np.int64),
+            calibration_sum=np.zeros(rows, np.float32),
+            calibration_max=np.zeros(rows, np.float32),
+            best_accepted=np.zeros(rows, np.int64),
         )
 
     def draft_lengths(self) -> Tensor:
         """Each row's length, shape `[rows]`, int64: `min(ceil(SL^), SL_cap)`, or its calibration length."""
-        state = self._rows
-        lengths = self.predicted_lengths().ceil().long()
-        if self.cap:
-            lengths = torch.minimum(lengths, self._length_cap(lengths))
-        lengths = torch.where(self.calibrating, state.calibration_length, lengths)
-        return lengths.clamp_max(self._ceiling)
+        return torch.from_numpy(self._lengths()).to(self._device)
 
-    def predicted_lengths(self) -> Tensor:
+    def _lengths(self) -> Integers:
+        lengths = np.ceil(self.predicted_lengths()).astype(np.int64)
+        if self.cap:
+            lengths = np.minimum(lengths, self._length_cap(lengths))
+        return np.minimum(np.where(self.calibrating, self._rows.calibration_length, lengths), self._ceiling)
+
+    def predicted_lengths(self) -> Floats:
         """SL^ of Eq. 8, `(1 - SF WVIR) (SL_max - SL_min) + SL_min`, before rounding and cap.
 
-        Shape `[rows]`, float32, tokens. Where `SF WVIR` exceeds 1 it is SL_min. It means nothing for rows that are
-        still calibrating.
+        Shape `[rows]`, tokens. Where `SF WVIR` exceeds 1 it is SL_min. It means nothing for rows that are still
+        calibrating.
         """
         sl_min, sl_max = self._bounds()
-        product = self._scaling_factor() * self._variance_ratio()
-        predicted = (1 - product) * (sl_max - sl_min) + sl_min
-        # Written so that a product which is not a number (an infinite SF times 0) falls back to SL_min.
-        return torch.where(product <= 1, predicted, sl_min)
+        with np.errstate(invalid="ignore"):  # an infinite SF times 0 is no number, ...
+            product = self._scaling_factor() * self._variance_ratio()
+            predicted = (1 - product) * (sl_max - sl_min) + sl_min
+            # ... and this is written so that it falls back to SL_min.
+            lengths: Floats = np.where(product <= 1, predicted, sl_min)
+        return lengths
 
-    def _variance_ratio(self) -> Tensor:
+    def _variance_ratio(self) -> Floats:
         state = self._rows
         return signals.weighted_variance_ratio(
             state.window,
@@ -246,64 +251,64 @@ class DSDEStoppingPolicy(StoppingPolicy):
             flat_ratio=self.flat_ratio,
         )
 
-    def _scaling_factor(self) -> Tensor:
+    def _scaling_factor(self) -> Floats:
         mean = self._rows.last_mean
         if self.temperature_scaling:
             mean = mean / self.temperature_scaling
         return signals.scaling_factor(mean, self.scaling_exponent)
 
-    def _bounds(self) -> tuple[Tensor, Tensor]:
-        """SL_min and SL_max of each row, shape `[rows]`, float32.
+    def _bounds(self) -> tuple[Floats, Floats]:
+        """SL_min and SL_max of each row, shape `[rows]`.
 
         SL_max is Eq. 1, `SL_A,max (1 + mu / max)` over the KLDs of calibration, between `sl_min` and the ceiling.
         """
         state = self._rows
-        mean = state.calibration_sum / state.calibration_count.clamp_min(1)
+        mean = state.calibration_sum / np.maximum(state.calibration_count, 1)
         relative_mean = mean / (state.calibration_max + _TINY)
         sl_max = state.best_accepted * (1 + self.sl_max_coefficient * relative_mean)
         if self.round_sl_max:
             sl_max = sl_max.round()
-        sl_max = sl_max.clamp(self._floor, self._ceiling)
-        sl_min = torch.minimum((self.sl_min_fraction * sl_max).ceil().clamp_min(self._floor), sl_max)
-        return sl_min, sl_max
+        sl_max = sl_max.clip(self._floor, self._ceiling)
+        sl_min = np.minimum(np.ceil(self.sl_min_fraction * sl_max).clip(self._floor), sl_max)
+        return sl_min.astype(np.float32), sl_max.astype(np.float32)
 
-    def _length_cap(self, lengths: Tensor) -> Tensor:
+    def _length_cap(self, lengths: Integers) -> int:
         """SL_cap (Eq. 9-11): the mean minimises the mean squared distance to the rows' lengths; rounded up.
 
         Taken over active rows past calibration, of lengths already rounded up, in integers.
         """
         counted = self._rows.active & ~self.calibrating
-        count = counted.sum().clamp_min(1)
-        return ((lengths * counted).sum() + count - 1) // count
+        return math.ceil(int(lengths[counted].sum()) / max(int(counted.sum()), 1))
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Remember the round's KLDs and, of rows in calibration, how far they came."""
         divergence = self._divergence(outcome)
         state = self._rows
-        counts = self._counted_positions(outcome)
+        drafted, accepted, active = (
+            values.numpy(force=True) for values in (outcome.drafted, outcome.accepted, outcome.active)
+        )
+        counts = self._counted_positions(drafted, accepted, active)
         learning = counts > 0
         # Broken logits read as the worst agreement there is, instead of poisoning the window until it has moved on.
-        kld = torch.where(divergence.isfinite(), divergence.float(), _WORST_KLD)
-        counted = torch.arange(kld.shape[1], device=counts.device) < counts.unsqueeze(-1)
-        total = (kld * counted).sum(1)
+        kld = np.where(np.isfinite(divergence), divergence, np.float32(_WORST_KLD))
+        counted = np.where(np.arange(kld.shape[1]) < counts[:, None], kld, np.float32(0))
+        total = counted.sum(1)
         calibrating = self.calibrating & learning
         self._state = _State(
             window=append_newest(state.window, kld, counts),
-            filled=(state.filled + counts).clamp_max(self.long_window),
-            last_mean=torch.where(learning, total / counts.clamp_min(1), state.last_mean),
-            active=outcome.active,
-            calibration_length=torch.where(calibrating, self._next_length(outcome), state.calibration_length),
+            filled=np.minimum(state.filled + counts, self.long_window),
+            last_mean=np.where(learning, total / np.maximum(counts, 1).astype(np.float32), state.last_mean),
+            active=active,
+            calibration_length=np.where(calibrating, self._next_length(accepted), state.calibration_length),
             calibration_count=state.calibration_count + counts * calibrating,
             calibration_sum=state.calibration_sum + total * calibrating,
-            calibration_max=torch.where(
-                calibrating, _row_maximum(kld * counted, state.calibration_max), state.calibration_max
+            calibration_max=np.where(
+                calibrating, np.maximum(counted.max(1, initial=0), state.calibration_max), state.calibration_max
             ),
-            best_accepted=torch.where(
-                calibrating, torch.maximum(state.best_accepted, outcome.accepted), state.best_accepted
-            ),
+            best_accepted=np.where(calibrating, np.maximum(state.best_accepted, accepted), state.best_accepted),
         )
 
-    def _divergence(self, outcome: RoundOutcome) -> Tensor:
+    def _divergence(self, outcome: RoundOutcome) -> Floats:
         """The round's KLDs in the direction asked for, shape `[rows, width]`."""
         signal = _DIRECTIONS[self.kld_direction]
         divergence = outcome.kld if signal is Signal.KLD else outcome.reverse_kld
@@ -312,16 +317,17 @@ class DSDEStoppingPolicy(StoppingPolicy):
                 f"DSDEStoppingPolicy got `outcome.{signal.value}=None`, but it requires `Signal.{signal.name}`: a "
                 "float tensor of shape [rows, width] is needed, also when no row drafted (width 0)."
             )
-        return divergence
+        values: Floats = divergence.float().numpy(force=True)
+        return values
 
-    def _counted_positions(self, outcome: RoundOutcome) -> Tensor:
-        """How many KLDs count of each row's block, from its front, shape `[rows]`, int64; 0 where none is learned."""
-        counts: Tensor = outcome.drafted
+    def _counted_positions(self, drafted: Integers, accepted: Integers, active: Flags) -> Integers:
+        """How many KLDs count of each row's block, from its front, shape `[rows]`; 0 where none is learned."""
+        counts = drafted
         if self.kld_positions == "to_first_rejection":
-            counts = torch.minimum(counts, outcome.accepted + 1)
-        return counts * (outcome.active & (outcome.drafted > 0))
+            counts = np.minimum(counts, accepted + 1)
+        return counts * (active & (drafted > 0))
 
-    def _next_length(self, outcome: RoundOutcome) -> Tensor:
+    def _next_length(self, accepted: Integers) -> Integers:
         """Calibration's next length: doubled once a row accepted all it was asked to draft, never below `sl_min`.
 
         A row that the loop let draft less than it was asked to has not shown that it deserves more. A held length stays
@@ -330,14 +336,8 @@ class DSDEStoppingPolicy(StoppingPolicy):
         asked = self._rows.calibration_length
         if self.warmup == "hold":
             return asked
-        doubled = torch.where(outcome.accepted >= asked, 2 * asked, asked)
-        return doubled.clamp(self._floor, self._ceiling)
+        return np.clip(np.where(accepted >= asked, 2 * asked, asked), self._floor, self._ceiling)
 
     def select_rows(self, index: Tensor) -> None:
         """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
-        self._state = self._rows.select_rows(index, self._fresh)
-
-
-def _row_maximum(values: Tensor, least: Tensor) -> Tensor:
-    """The largest of each row's values, shape `[rows]`, and no less than `least`; a round of width 0 has no values."""
-    return torch.cat([values, least.unsqueeze(-1)], dim=1).amax(1)
+        self._state = self._rows.select_rows(index.numpy(force=True), self._fresh)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,25 +11,23 @@ from torch import Tensor
 from hf_dsde.policies.base import BatchInfo, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.cost_table import CostTable
 from hf_dsde.policies.registry import register
-from hf_dsde.policies.row_history import RowState
 from hf_dsde.utils.checks import check_choice, check_integer, check_number
 
 
-def expected_tokens(acceptance: Tensor, longest: int) -> Tensor:
+def expected_tokens(acceptance: float, longest: int) -> list[float]:
     """Tokens a row gains per round by draft length, the bonus token included.
 
     `(1 - a^(k+1)) / (1 - a) = 1 + a + ... + a^k`, with every token accepted with the same probability independently
     (Leviathan et al., arXiv 2211.17192, Eq. 1).
 
     Args:
-        acceptance: Acceptance probability of a token, scalar tensor, float32, in [0, 1].
+        acceptance: Acceptance probability of a token, in [0, 1].
         longest: The longest draft length.
 
     Returns:
-        For lengths 0 .. longest, shape `[longest + 1]`, float32.
+        For lengths 0 .. longest.
     """
-    exponents = torch.arange(longest + 1, device=acceptance.device, dtype=acceptance.dtype)
-    return torch.pow(acceptance, exponents).cumsum(0)
+    return list(accumulate(acceptance**depth for depth in range(longest + 1)))
 
 
 LEAST_WEIGHT = 1e-6
@@ -38,11 +37,6 @@ PROBED_ROWS = 4
 FIRST_TOKENS = 8
 """Judged tokens that the initial acceptance counts for; and all that is known, while drafting does not pay: what is
 thought of the draft then rests on few probes, or on a text that has passed."""
-
-
-@dataclass
-class _Rows(RowState):
-    active: Tensor  # [rows], bool: still generating, as of the last round
 
 
 @register("goodput")
@@ -72,8 +66,8 @@ class GoodputPolicy(StoppingPolicy):
 
     name = "goodput"
     requires = frozenset({Signal.COSTS})
-    acceptance: Tensor
-    """The running acceptance probability, scalar, float32, once a batch has started."""
+    acceptance: float
+    """The running acceptance probability, once a batch has started."""
 
     def __init__(
         self,
@@ -95,85 +89,88 @@ class GoodputPolicy(StoppingPolicy):
         self.plain_bonus = check_number("plain_bonus", plain_bonus, 0.0)
         self.probe_share = check_number("probe_share", probe_share, 0.0, 1.0)
         self.estimator = check_choice("estimator", estimator, ("tested", "drafted"))
-        self._state: _Rows | None = None
-
-    @property
-    def _rows(self) -> _Rows:
-        if self._state is None:
-            raise RuntimeError("GoodputPolicy was used before `start(batch)`.")
-        return self._state
+        self._active: list[bool] = []  # still generating, as of the last round
 
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
-        device = batch.device
+        self._device = batch.device
         self._longest = min(self.num_draft_tokens, batch.max_draft_length)
         self._table = CostTable(batch, self._longest)
         self._rounds = 0
-        self._state = _Rows(active=torch.ones(batch.rows, dtype=torch.bool, device=device))
-        self._fresh = _Rows(active=torch.ones(1, dtype=torch.bool, device=device))
-        self.acceptance = torch.full((), self.initial_acceptance, device=device)
-        self._judged = torch.full((), float(FIRST_TOKENS), device=device)  # tokens that the acceptance rests on
-        self._best = self._best_length()  # as of the last decision, scalar, int64
-        self._probing = torch.zeros((), dtype=torch.bool, device=device)  # whether the next round is a probe
+        self._active = [True] * batch.rows
+        self.acceptance = self.initial_acceptance
+        self._judged = float(FIRST_TOKENS)  # tokens that the acceptance rests on
+        self._best = self._best_length()  # as of the last decision
+        self._probing = False  # whether the next round is a probe
         # An earlier call measured what makes drafting look too dear: one probe shows whether that still holds.
         put_aside = self._probe_price if self.probe_share > 0 else 0.0
-        self._budget = put_aside * (self._best == 0)  # time for probes, in plain steps
+        self._budget = put_aside if self._best == 0 else 0.0  # time for probes, in plain steps
 
     def draft_lengths(self) -> Tensor:
         """The same length for every row, shape `[rows]`, int64; in a probe 1 for a few and 0 for the others."""
-        active = self._rows.active
-        probed = self._probing & active & (active.cumsum(0) <= PROBED_ROWS)
-        return self._best + probed
+        return torch.tensor(self._lengths(), device=self._device)
+
+    def _lengths(self) -> list[int]:
+        if not self._active:
+            raise RuntimeError("GoodputPolicy was used before `start(batch)`.")
+        if not self._probing:
+            return [self._best] * len(self._active)
+        places = accumulate(self._active)  # of each row among those that go on, from 1
+        return [int(on and place <= PROBED_ROWS) for on, place in zip(self._active, places, strict=True)]
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Follow the acceptance probability, put time aside for probes, and decide on the next length."""
         self._rounds += 1
         self._table.refresh()
-        self._state = _Rows(active=outcome.active)
-        self._follow(outcome)
+        drafted: list[int] = outcome.drafted.tolist()
+        accepted: list[int] = outcome.accepted.tolist()
+        self._active = outcome.active.tolist()
+        self._follow(drafted, accepted)
         if self._rounds % self.interval == 0:
             self._best = self._best_length()
         if self._longest > 0:
-            self._judged = torch.where(self._best == 0, float(FIRST_TOKENS), self._judged)
-            self._decide_on_probe(outcome)
+            if self._best == 0:
+                self._judged = float(FIRST_TOKENS)
+            self._decide_on_probe(max(drafted), sum(accepted))
 
     def select_rows(self, index: Tensor) -> None:
         """Rearrange the batch, and a probe with it. `index` is int64, `[places]`."""
-        self._state = self._rows.select_rows(index, self._fresh)
+        self._active = [place < 0 or self._active[place] for place in index.tolist()]
 
-    def _follow(self, outcome: RoundOutcome) -> None:
-        drafted, accepted = outcome.drafted, outcome.accepted
-        judged = (torch.minimum(accepted + 1, drafted) if self.estimator == "tested" else drafted).sum()
-        rate = accepted.sum() / judged.clamp_min(1)
+    def _follow(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        tested = self.estimator == "tested"
+        judged = sum(min(a + 1, d) if tested else d for a, d in zip(accepted, drafted, strict=True))
+        if judged == 0:
+            return
         if self.memory_tokens:
             # An average of weight 1 - decay per round, once there are tokens enough for it.
-            remembered = (judged * (self.decay / max(1 - self.decay, LEAST_WEIGHT))).clamp_min(self.memory_tokens)
-            self._judged = torch.minimum(self._judged, remembered)
+            remembered = max(judged * (self.decay / max(1 - self.decay, LEAST_WEIGHT)), self.memory_tokens)
+            self._judged = min(self._judged, remembered)
             weight = judged / (self._judged + judged)
         else:
-            weight = (1 - self.decay) * (judged > 0)
-        self.acceptance = self.acceptance + weight * (rate - self.acceptance)
-        self._judged = self._judged + judged
+            weight = 1 - self.decay
+        self.acceptance += weight * (sum(accepted) / judged - self.acceptance)
+        self._judged += judged
 
-    def _best_length(self) -> Tensor:
-        """The length of the best goodput, the shortest among equals, scalar, int64."""
-        goodput = self._expected_tokens() / self._table.times_on_device
-        goodput[0].mul_(self.plain_bonus)
-        return goodput.argmax()
+    def _best_length(self) -> int:
+        """The length of the best goodput, the shortest among equals."""
+        goodput = [tokens / time for tokens, time in zip(self._expected_tokens(), self._table.times, strict=True)]
+        goodput[0] *= self.plain_bonus
+        return goodput.index(max(goodput))
 
-    def _expected_tokens(self) -> Tensor:
-        """Tokens that a row gains by draft length, shape `[longest + 1]`, float32."""
+    def _expected_tokens(self) -> list[float]:
+        """Tokens that a row gains by draft length, from 0 to the longest."""
         return expected_tokens(self.acceptance, self._longest)
 
-    def _decide_on_probe(self, outcome: RoundOutcome) -> None:
+    def _decide_on_probe(self, longest_draft: int, accepted: int) -> None:
         price = self._probe_price
         # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
-        worth = outcome.accepted.sum() / outcome.active.sum().clamp_min(1)
-        refund = worth.clamp_max(price) * self._probing
-        put_aside = self.probe_share * self._table.time_of(outcome.drafted)
-        budget = torch.minimum(self._budget + refund + put_aside, 2 * put_aside.clamp_min(price))
-        self._probing = (self._best == 0) & (budget >= price) & (price > 0)
-        self._budget = budget - price * self._probing
+        worth = accepted / max(sum(self._active), 1)
+        refund = min(worth, price) if self._probing else 0.0
+        put_aside = self.probe_share * self._table.times[min(longest_draft, self._longest)]
+        budget = min(self._budget + refund + put_aside, 2 * max(put_aside, price))
+        self._probing = self._best == 0 and budget >= price > 0
+        self._budget = budget - price if self._probing else budget
 
     @property
     def _probe_price(self) -> float:

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_dsde.policies import CostCap, StoppingPolicy, create_policy
+from hf_dsde.config import SpeculationConfig
+from hf_dsde.policies import StoppingPolicy
 
 FILL_SUFFIX = "+fill"
 CAP_SUFFIX = "+cap"
@@ -61,9 +62,8 @@ class PolicySpec:
         return cls(policy, values, text.endswith(FILL_SUFFIX), unfilled.endswith(CAP_SUFFIX), text)
 
     def create(self) -> StoppingPolicy:
-        """A new policy; errors are those of `create_policy`."""
-        policy = create_policy(self.policy, **self.arguments)
-        return CostCap(policy) if self.cost_cap else policy
+        """A new policy; errors are those of `SpeculationConfig`."""
+        return SpeculationConfig(self.policy, self.arguments, cost_cap=self.cost_cap).build_policy()
 
     def to_dict(self) -> dict[str, Any]:
         """All values as JSON holds them."""

@@ -26,25 +26,26 @@ class Download:
     Args:
         vectors: One entry per row: each `[rows]`, int64 or bool, all on one device.
         block: Any number of entries per row: `[rows, width]`, int64, on the same device.
+        others: Any tensors on the same device.
     """
 
-    def __init__(self, vectors: Sequence[Tensor], block: Tensor) -> None:
+    def __init__(self, vectors: Sequence[Tensor], block: Tensor, others: Sequence[Tensor] = ()) -> None:
         joined = torch.cat([*(vector.long()[:, None] for vector in vectors), block], dim=1)
         self._vectors = len(vectors)
         self._event: torch.cuda.Event | None = None
-        self._copy = joined
+        self._copy = joined.to("cpu", non_blocking=True)
+        self._others = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in others]
         if joined.device.type == "cuda":
-            self._copy = joined.to("cpu", non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(joined.device))
 
-    def wait(self) -> tuple[list[list[int]], Tensor]:
-        """Return the vectors' values, and the block on the host.
+    def wait(self) -> tuple[list[list[int]], Tensor, list[Tensor]]:
+        """Return the vectors' values, and the block and the other tensors on the host.
 
         What was put into the device's stream later is not waited for.
         """
         if self._event is not None:
             self._event.synchronize()
-        on_host = self._copy.cpu()
-        values: list[list[int]] = on_host[:, : self._vectors].T.tolist()
-        return values, on_host[:, self._vectors :]
+        joined = self._copy.cpu()
+        values: list[list[int]] = joined[:, : self._vectors].T.tolist()
+        return values, joined[:, self._vectors :], self._others

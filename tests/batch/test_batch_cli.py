@@ -86,6 +86,25 @@ def test_a_job_is_written_and_not_done_again(prompts, tmp_path, expected):
     assert "policy" not in again.stdout
 
 
+@pytest.mark.parametrize("model", [None, "org/target"])
+def test_a_drafter_without_a_model_is_named_in_place_of_a_draft(model, prompts, tmp_path, expected, monkeypatch, tiny):
+    loaded = []
+
+    def load_target(*arguments):
+        loaded.append(arguments)
+        pair = tiny_pair(arguments[1])
+        return pair.target, pair.tokenizer
+
+    monkeypatch.setattr(pairs, "load_target", load_target)
+    output = tmp_path / "out.jsonl"
+    named = () if model is None else ("--model", model)
+    result = run(prompts, *named, "--draft", "suffix", "--output", output, "--ordered")
+    assert result.exit_code == 0, result.output
+    assert [r.text for r in read_results(output)] == expected["asked"]
+    assert [arguments[0] for arguments in loaded] == [model]
+    assert not tiny
+
+
 def test_an_interrupted_job_says_how_to_go_on_and_goes_on(prompts, tmp_path, expected, monkeypatch):
     output = tmp_path / "out.jsonl"
     finished = []

@@ -15,6 +15,7 @@ from hf_dsde.bench.methods import Answer, Method, parse_policy
 from hf_dsde.bench.results import BASELINE, OURS, BenchResults
 from hf_dsde.bench.sweep import Sweep, SweepOptions
 from hf_dsde.bench.workloads import Workload
+from hf_dsde.measurement.statistics import StatisticsRecorder
 from hf_dsde.trace.prompts import Prompt
 
 pytestmark = pytest.mark.slow
@@ -109,6 +110,22 @@ def test_repeats_go_through_the_batches_of_prompts_and_each_is_warmed_up(clock):
     assert prompts[0] != prompts[1]
     assert [request.new_tokens for *_, request in log] == [1, 1, 5, 5, 5]
     assert results.cases[0].warmup_seconds == 2.0
+
+
+def test_warms_up_until_nothing_is_recorded(clock):
+    class Recording(FakeMethod):
+        def __call__(self, pair, inputs, request):
+            answer = super().__call__(pair, inputs, request)
+            own = StatisticsRecorder(2, "fake").finish([0, 0])
+            return replace(answer, own=replace(own, recorded_passes=max(self.shapes - self.calls, 0)))
+
+    for shapes, calls in ((1, 1), (3, 3), (9, 4)):
+        log = []
+        method = Recording("a", clock, log)
+        method.shapes = shapes
+        results, _ = run([method], clock, repeats=1, warmup_tokens=1)
+        assert [request.new_tokens for *_, request in log] == [1] * calls + [5]
+        assert results.cases[0].warmup_seconds == calls
 
 
 def test_the_clock_gives_seconds_speed_and_ratio(clock):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_pair import PROMPTS, replace_pairs
+from tiny_pair import SERVINGS, replace_pairs
 from typer.testing import CliRunner
 
 from hf_dsde.cli import main as cli
@@ -18,7 +18,7 @@ RUNNER = CliRunner()
 def tiny(monkeypatch):
     """The tiny pair in place of every other, on the CPU, with prompts that its tokenizer can read."""
     original = demo.DemoOptions
-    monkeypatch.setattr(demo, "DemoOptions", lambda **options: original(**options, prompts=PROMPTS))
+    monkeypatch.setattr(demo, "DemoOptions", lambda **options: original(**options, servings=SERVINGS))
     return replace_pairs(monkeypatch)
 
 
@@ -28,31 +28,30 @@ def run(*arguments):
 
 def test_demo_prints_a_table_and_writes_the_result(tmp_path):
     path = tmp_path / "results" / "demo.json"
-    result = run("demo", "--dtype", "float32", "--max-new-tokens", "6", "--repeats", "1", "--json", str(path))
+    result = run("demo", "--max-new-tokens", "6", "--repeats", "1", "--json", str(path))
     assert result.exit_code == 0, result.output
-    assert "plain generate" in result.output
     assert "3 equal" in result.output
-    written = json.loads(path.read_text(encoding="utf-8"))
-    assert [method["method"] for method in written["dtypes"]["float32"]] == [
-        "plain generate",
-        "dsde",
-        "static, 2 tokens",
-    ]
+    assert result.output.index("medium: abc") < result.output.index("2 requests alone"), "answers come first"
+    assert result.output.count("medium: abc") == 1
+    alone, together = json.loads(path.read_text(encoding="utf-8"))["servings"]
+    assert [method["method"] for method in together["methods"]] == ["plain generate", "auto", "dsde"]
+    assert (alone["dtype"], alone["batches"]) == ("float32", [["medium"], ["long"]])
 
 
-def test_demo_runs_in_both_precisions_unless_told_otherwise(tmp_path, tiny):
+def test_demo_runs_what_it_is_told(tmp_path, tiny):
     path = tmp_path / "demo.json"
-    result = run("demo", "--max-new-tokens", "4", "--repeats", "1", "--policy", "heuristic", "--json", str(path))
+    asked = ("--policy", "heuristic", "--dtype", "bfloat16", "--dtype", "float32")
+    result = run("demo", "--max-new-tokens", "4", "--repeats", "1", *asked, "--json", str(path))
     assert result.exit_code == 0, result.output
-    written = json.loads(path.read_text(encoding="utf-8"))
-    assert list(written["dtypes"]) == ["float32", "bfloat16"]
-    assert written["dtypes"]["float32"][1]["statistics"]["policy"] == "heuristic"
+    servings = json.loads(path.read_text(encoding="utf-8"))["servings"]
+    assert [serving["dtype"] for serving in servings] == ["bfloat16", "bfloat16", "float32", "float32"]
+    assert [method["statistics"]["policy"] for method in servings[0]["methods"][1:]] == ["heuristic"]
     assert len(tiny) == 2
 
 
 def test_demo_fails_when_a_promise_is_broken(monkeypatch):
     monkeypatch.setattr(demo.DemoResult, "is_exact", False)
-    result = run("demo", "--dtype", "float32", "--max-new-tokens", "4", "--repeats", "1")
+    result = run("demo", "--max-new-tokens", "4", "--repeats", "1")
     assert result.exit_code == 1
     assert "differ" in result.output
 

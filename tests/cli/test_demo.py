@@ -9,24 +9,24 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from tiny_pair import PROMPTS, tiny_pair
+from tiny_pair import SERVINGS, tiny_pair
 
 from hf_dsde import pairs
 from hf_dsde.cli.demo import run as demo
 from hf_dsde.cli.demo import view as demo_view
-from hf_dsde.cli.demo.prompts import DEMO_PROMPTS
+from hf_dsde.cli.demo.prompts import DEMO_PROMPTS, DemoPrompt
+from hf_dsde.cli.demo.prompts import SERVINGS as DEMO_SERVINGS
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.divergence import BatchComparison, RowComparison, Verdict
 
 OPTIONS = demo.DemoOptions(
-    dtypes=(torch.float32,),
     methods=(
         demo.Method("dsde", SpeculationConfig("dsde")),
         demo.Method("static, 2 tokens", SpeculationConfig("static", {"num_draft_tokens": 2})),
     ),
     max_new_tokens=10,
     repeats=2,
-    prompts=PROMPTS,
+    servings=SERVINGS,
 )
 
 
@@ -45,20 +45,27 @@ def test_the_batch_is_eight_prompts_of_different_kinds_and_lengths():
     assert len({prompt.kind for prompt in DEMO_PROMPTS}) == 8
     lengths = [len(prompt.text) for prompt in DEMO_PROMPTS]
     assert max(lengths) > 15 * min(lengths)
+    alone, together = DEMO_SERVINGS
+    assert together.batches == (DEMO_PROMPTS,)
+    assert len(alone.batches) == 3
+    assert {prompt for batch in alone.batches for prompt in batch} < set(DEMO_PROMPTS)
 
 
 def test_every_method_gives_the_tokens_of_plain_generate_in_float32(result):
-    (float32,) = result.dtypes
-    assert [method.name for method in float32.methods] == [demo.PLAIN, "dsde", "static, 2 tokens"]
     assert result.is_exact
-    assert len({method.texts for method in float32.methods}) == 1
+    assert [len(serving.methods[0].texts) for serving in result.servings] == [2, 3]
+    for serving in result.servings:
+        assert serving.dtype is torch.float32
+        assert [method.name for method in serving.methods] == [demo.PLAIN, "dsde", "static, 2 tokens"]
+        assert len({method.texts for method in serving.methods}) == 1
 
 
 def test_counts_agree_with_the_statistics(result):
-    for method in result.dtypes[0].methods[1:]:
-        assert method.statistics.emitted == method.emitted
-        assert method.tokens_per_pass == method.statistics.block_efficiency > 1.0
-    assert result.dtypes[0].methods[0].tokens_per_pass == 1.0
+    for serving in result.servings:
+        for method in serving.methods[1:]:
+            assert method.statistics.emitted == method.emitted
+            assert method.tokens_per_pass == method.statistics.block_efficiency > 1.0
+        assert serving.methods[0].tokens_per_pass == 1.0
 
 
 def test_speed_is_the_median_and_the_spread_its_ends():
@@ -70,10 +77,25 @@ def test_speed_is_the_median_and_the_spread_its_ends():
 def test_each_method_is_timed_once_per_repeat_and_in_turn():
     steps = []
     result = demo.run_demo(OPTIONS, tiny_pair, steps.append)
-    assert all(len(method.seconds) == OPTIONS.repeats for method in result.dtypes[0].methods)
-    assert len(steps) == OPTIONS.runs + len(OPTIONS.dtypes)
+    methods = [method for serving in result.servings for method in serving.methods]
+    assert all(len(method.seconds) == OPTIONS.repeats for method in methods)
+    assert len(steps) == OPTIONS.steps
     timed = [step for step in steps if ", run " in step]
     assert [step.split(": ")[1].rsplit(", run", 1)[0] for step in timed[:3]] == [demo.PLAIN, "dsde", "static, 2 tokens"]
+
+
+def test_each_answer_is_shown_once_and_before_the_next_step():
+    told = []
+
+    def on_answer(prompt, text):
+        told.append((prompt, text))
+
+    result = demo.run_demo(OPTIONS, tiny_pair, told.append, on_answer)
+    answers = [entry for entry in told if isinstance(entry, tuple)]
+    assert [prompt.kind for prompt, _ in answers] == ["medium", "long", "short"]
+    assert [text for _, text in answers[:2]] == list(result.servings[0].methods[0].texts)
+    first = told.index(answers[0])
+    assert told[first - 1].endswith(f"{demo.PLAIN}, run 1 of 2")
 
 
 def test_leaves_the_target_as_it_was():
@@ -105,7 +127,7 @@ def test_the_result_survives_json(result):
     restored = json.loads(json.dumps(result.to_dict()))
     assert restored["provenance"]["versions"]["torch"]
     assert {"command", "commit", "device"} <= restored["provenance"].keys()
-    dsde = restored["dtypes"]["float32"][1]
+    dsde = restored["servings"][1]["methods"][1]
     assert dsde["equality"] == {"equal": 3, "near tie": 0, "different": 0}
     assert dsde["tokens_per_second"]["slowest"] <= dsde["tokens_per_second"]["median"]
     assert dsde["statistics"]["counts"]["emitted"] == dsde["emitted"]
@@ -113,9 +135,11 @@ def test_the_result_survives_json(result):
 
 def test_the_view_shows_answers_numbers_and_equality(result):
     text = shown(demo_view.result_view(result))
-    assert "1. short" in text
-    assert "plain generate, dsde, static, 2 tokens" in text
+    assert "2 requests alone: float32" in text
+    assert "3 requests together: float32" in text
     assert "3 equal" in text
+    answer = shown(demo_view.answer_view(DemoPrompt("fact", "Which?\nTell me."), "None."))
+    assert answer.split() == ["fact:", "Which?", "None."]
     assert "times plain generate's speed" in text
     assert "CPU" in text
 
@@ -126,11 +150,9 @@ def test_differences_are_told_apart(result):
         RowComparison(1, Verdict.NEAR_TIE, 3, 7, 8, 0, 1, gap=0.125, ulp=0.125),
         RowComparison(2, Verdict.DIFFERENT, 4, 7, 8, 0, 5, gap=9.0, ulp=0.125),
     )
-    (float32,) = result.dtypes
-    odd = dataclasses.replace(
-        float32.methods[1], comparison=BatchComparison(rows, torch.float32, 2.0), texts=("x", "y", "z")
-    )
-    changed = dataclasses.replace(result, dtypes=(demo.DtypeResult(torch.float32, (float32.methods[0], odd)),))
+    together = result.servings[1]
+    odd = dataclasses.replace(together.methods[1], comparison=BatchComparison(rows, torch.float32, 2.0))
+    changed = dataclasses.replace(result, servings=(dataclasses.replace(together, methods=(together.methods[0], odd)),))
     assert not changed.is_exact
     text = shown(demo_view.result_view(changed))
     assert "1 equal, 1 near tie, 1 different" in text
@@ -138,8 +160,9 @@ def test_differences_are_told_apart(result):
 
 def test_bfloat16_does_not_promise_equal_tokens(result):
     rows = (RowComparison(0, Verdict.DIFFERENT, 4, 7, 8, 0, 5, gap=9.0, ulp=0.125),)
-    odd = dataclasses.replace(result.dtypes[0].methods[1], comparison=BatchComparison(rows, torch.bfloat16, 2.0))
-    assert dataclasses.replace(result, dtypes=(demo.DtypeResult(torch.bfloat16, (odd,)),)).is_exact
+    odd = dataclasses.replace(result.servings[1].methods[1], comparison=BatchComparison(rows, torch.bfloat16, 2.0))
+    bfloat16 = demo.ServingResult(torch.bfloat16, SERVINGS[1], (odd,))
+    assert dataclasses.replace(result, servings=(bfloat16,)).is_exact
 
 
 def test_a_missing_draft_says_where_it_was_looked_for():

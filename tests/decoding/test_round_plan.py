@@ -14,7 +14,8 @@ def after(
     previous: RoundPlan | None, wanted: list[int], *, going_on: list[bool] | None = None, **flags: bool
 ) -> RoundPlan:
     rows = [True] * len(wanted) if going_on is None else going_on
-    return next_plan(previous, torch.tensor(wanted), wanted, rows, **{"probes": False, "plain_begun": False, **flags})
+    host = torch.device("cpu")
+    return next_plan(previous, wanted, rows, host, **{"probes": False, "plain_begun": False, **flags})
 
 
 def test_a_walk_through_all_kinds_of_rounds() -> None:
@@ -33,11 +34,10 @@ def test_a_walk_through_all_kinds_of_rounds() -> None:
 
     overtaken = after(probe, [3, 1], plain_begun=True)
     assert (overtaken.kind, overtaken.length_counts) == (RoundKind.OVERTAKEN, [0, 0])
-    assert overtaken.deferred is not None
-    assert overtaken.deferred.tolist() == [3, 1]
+    assert overtaken.deferred == [3, 1]
     assert not overtaken.foretells_plain(1), "what waits is drafted next"
 
-    drafts = after(overtaken, overtaken.deferred.tolist())
+    drafts = after(overtaken, [*overtaken.deferred])
     assert (drafts.kind, drafts.index, drafts.length_counts) == (RoundKind.DRAFT, 4, [3, 1])
     assert drafts.resumes, "three rounds went by without the draft"
     assert not after(drafts, [1, 1]).resumes

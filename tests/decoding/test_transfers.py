@@ -35,7 +35,9 @@ def test_a_tensor_of_a_cpu_is_not_pinned() -> None:
 def test_vectors_come_back_as_they_were_whatever_their_kind() -> None:
     vectors = [torch.tensor([3, 0, 2**40]), torch.tensor([True, False, True]), torch.tensor([1, 2, 3]).int()]
     block = torch.tensor([[5, 2**41], [0, -1], [7, 8]])
-    values, on_host = Download(vectors, block).wait()
+    distances = torch.tensor([[0.5], [-2.0], [1e-9]])
+    values, on_host, others = Download(vectors, block, [distances, distances[:, 0]]).wait()
+    assert [other.tolist() for other in others] == [distances.tolist(), distances[:, 0].tolist()]
     assert values == [[3, 0, 2**40], [1, 0, 1], [1, 2, 3]]
     assert on_host.tolist() == block.tolist()
     assert on_host.dtype is torch.int64
@@ -43,12 +45,13 @@ def test_vectors_come_back_as_they_were_whatever_their_kind() -> None:
 
 
 def test_what_is_written_later_is_not_downloaded() -> None:
-    vector, block = torch.tensor([1, 2, 3]), torch.tensor([[4], [5], [6]])
-    download = Download([vector], block)
-    vector.zero_()
-    block.zero_()
-    values, on_host = download.wait()
+    vector, block, other = torch.tensor([1, 2, 3]), torch.tensor([[4], [5], [6]]), torch.tensor([0.5])
+    download = Download([vector], block, [other])
+    for tensor in (vector, block, other):
+        tensor.zero_()
+    values, on_host, others = download.wait()
     assert values == [[1, 2, 3]]
+    assert others[0].tolist() == [0.5]
     assert on_host.tolist() == [[4], [5], [6]]
 
 
@@ -68,10 +71,10 @@ class TestCuda:
         torch.cuda.set_sync_debug_mode("error")
         try:
             upload([1, 2, 3], device)
-            download = Download(
-                [upload([True, False], device), upload([4, 5], device)], upload([6, 7, 8, 9], device).view(2, 2)
-            )
-            values, on_host = download.wait()
+            vectors = [upload([True, False], device), upload([4, 5], device)]
+            download = Download(vectors, upload([6, 7, 8, 9], device).view(2, 2), [upload([0.5], device)])
+            values, on_host, others = download.wait()
+            assert others[0].tolist() == [0.5]
             assert values == [[1, 0], [4, 5]]
             assert on_host.device == CPU
             assert on_host.tolist() == [[6, 7], [8, 9]]
@@ -114,6 +117,6 @@ class TestCuda:
             downloads.append(Download([vector, vector + 1], vector.expand(2, 3).T))
         vector.fill_(-1)
         for step, download in enumerate(downloads):
-            values, on_host = download.wait()
+            values, on_host, _ = download.wait()
             assert values == [[step] * 3, [step + 1] * 3]
             assert on_host.tolist() == [[step] * 2] * 3

@@ -18,7 +18,7 @@ from hf_dsde.plots import LivePlot
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 EACH_ROUND = "utils/transfers.py::wait"
-SETTING_UP = {"decoding/sequences.py::__init__", "decoding/loop.py::_begin"}
+SETTING_UP = {"decoding/sequences.py::__init__", "decoding/lengths.py::first"}
 """Where a call may look once or twice, however long its text gets."""
 
 
@@ -97,5 +97,5 @@ def test_rows_of_a_job_are_ended_and_handed_out_without_another_look(monkeypatch
     assert {result.finish_reason for result in results} >= {"length", "stop"}
     assert noted.pop(EACH_ROUND) >= max(limits) / 3
     # Rows that begin another text draft as many tokens as the policy says then.
-    assert noted.pop("batch/refill_loop.py::_next_plan") <= len(rows)
+    assert noted.pop("decoding/lengths.py::first") <= len(rows)
     assert set(noted) <= SETTING_UP, noted

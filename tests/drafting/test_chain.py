@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from recorded import NotingCapture
 from tiny_calls import QUIET, config_of, end_tokens, endless_model, speculative
 from tiny_heads import other_head, tiny_head
@@ -21,12 +22,15 @@ from hf_dsde.drafting.chain import ChainDrafter
 from hf_dsde.execution import graph_runner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import GraphRunner
-from hf_dsde.execution.recorded_chain import Chain, ChainStep
+from hf_dsde.execution.recorded_chain import Chain, ChainStep, DraftedChain
+from hf_dsde.policies import Signal
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
 LENGTHS = [1, 9, 4, 17]
 Rows = tuple[int, int]
+Drafts = dict[tuple[int, ...], list[tuple[int, Tensor]]]
+"""By the text they were drafted after: tokens, with the logits they were chosen from where those are kept."""
 LEAVING: list[Rows] = [(1, 2), (0, 3)]
 PAIRS: dict[str, tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]] = {
     "head": ("llama", lambda target: tiny_head(target, draft_vocabulary=60)),
@@ -47,38 +51,53 @@ def script(rows: int = len(LENGTHS), longest: int = 5) -> list[list[int]]:
     return [[draws.randint(0, longest) * (draws.random() < 0.9) for _ in range(rows)] for _ in range(60)]
 
 
+class WatchedLengths(ScriptedLengths):
+    """Looks at the divergence of what it lets rows draft."""
+
+    requires = frozenset({Signal.KLD})
+
+
 def proposals(
-    target: PreTrainedModel, draft: PreTrainedModel, leaving: Rows, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> dict[tuple[int, ...], list[int]]:
-    """What a call drafts, by the text it was drafted after. Two rows leave: the texts of `leaving` end early."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    leaving: Rows,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: type[ScriptedLengths] = ScriptedLengths,
+    **settings: Any,
+) -> Drafts:
+    """What a call drafts. Two rows leave: the texts of `leaving` end early."""
+    found: Drafts = {}
     original = ChainDrafter.get_candidates
 
     def get_candidates(drafter: ChainDrafter, sequences: Any, plan: Any, monitor: Any) -> CandidateBatch:
         candidates = original(drafter, sequences, plan, monitor)
         assert candidates.host_lengths == candidates.lengths.tolist()
         assert candidates.width == candidates.steps == max(candidates.host_lengths)
+        assert (candidates.logits is None) == (lengths is ScriptedLengths)
+        logits = candidates.tokens[..., None] if candidates.logits is None else candidates.logits
         for row, length in enumerate(candidates.host_lengths):
             if length:
-                found[tuple(sequences.host_text(row))] = candidates.tokens[row, :length].tolist()
+                tokens = candidates.tokens[row, :length].tolist()
+                found[tuple(sequences.host_text(row))] = list(zip(tokens, logits[row], strict=False))
         return candidates
 
     config = config_of(QUIET, **settings)
     with monkeypatch.context() as patch:
         patch.setattr(ChainDrafter, "get_candidates", get_candidates)
         patch.setattr(run_ahead, "overlaps", lambda device: True)
-        inputs, policy = ragged_batch(LENGTHS), ScriptedLengths(script())
+        inputs, policy = ragged_batch(LENGTHS), lengths(script())
         ends = end_tokens(target, inputs, (leaving[0], 5), (leaving[1], 8))
         speculative(target, draft, inputs, policy, config, max_new_tokens=22, eos_token_id=ends)
     assert len(found) > 8
     return found
 
 
-def same(found: dict[tuple[int, ...], list[int]], expected: dict[tuple[int, ...], list[int]]) -> bool:
+def same(found: Drafts, expected: Drafts) -> bool:
     """Whether two calls draft the same where both draft; which rounds do may depend on what had begun before."""
     common = found.keys() & expected.keys()
     assert len(common) > 8
-    return all(a == b for text in common for a, b in zip(found[text], expected[text], strict=False))
+    pairs = [pair for text in common for pair in zip(found[text], expected[text], strict=False)]
+    return all(a == b and torch.allclose(x, y, rtol=1e-5, atol=1e-6) for (a, x), (b, y) in pairs)
 
 
 @pytest.fixture
@@ -87,7 +106,7 @@ def chains(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     ran: list[tuple[int, int]] = []
     original = GraphRunner.chain
 
-    def chain(self: GraphRunner, chain: Chain) -> Tensor | None:
+    def chain(self: GraphRunner, chain: Chain) -> DraftedChain | None:
         drafted = original(self, chain)
         if drafted is not None:
             ran.append((len(self.live_rows), chain.steps))
@@ -121,6 +140,22 @@ def test_proposals_are_those_of_single_passes(
     assert len({steps for _, steps in chains}) > 2
     rows_leave = fused and why_not_fused(draft) is None
     assert (len({rows for rows, _ in chains}) > 1) == rows_leave  # a recorded pass of the model's own keeps all rows
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "recorded"])
+@pytest.mark.parametrize("kind", ["head", "model", "larger vocabulary", "smaller vocabulary"])
+@pytest.mark.usefixtures("recording")
+def test_what_a_chain_chose_from_is_kept_for_who_wants_it(
+    kind: str, fused: bool, chains: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, make = PAIRS[kind]
+    target = endless_model(family)
+    draft = make(target)
+    expected = proposals(target, draft, LEAVING[0], monkeypatch, WatchedLengths, runner="eager")
+    assert not chains
+    found = proposals(target, draft, LEAVING[0], monkeypatch, WatchedLengths, runner="graph", fused_layers=fused)
+    assert same(found, expected)
+    assert len({steps for _, steps in chains}) > 2
 
 
 @pytest.mark.usefixtures("recording")

@@ -25,9 +25,11 @@ from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.cuda_graphs import CudaCapture
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.recorded_chain import DraftedChain
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 from hf_dsde.heads.head import DraftHead
+from hf_dsde.policies import BatchInfo, RoundOutcome, Signal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,6 +112,34 @@ def test_a_round_waits_for_the_device_once(policy: str, monkeypatch: pytest.Monk
     assert inside <= output.speculation_statistics.draft_steps
 
 
+class WatchedLengths(ScriptedLengths):
+    """Looks at the divergence of what it lets rows draft."""
+
+    requires = frozenset({Signal.KLD})
+
+    def start(self, batch: BatchInfo) -> None:
+        super().start(batch)
+        assert batch.device.type == "cpu"
+        self.seen = 0.0
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        assert outcome.kld is not None
+        self.seen += float(torch.where(outcome.positions, outcome.kld, 0.0).sum())
+
+
+@pytest.mark.parametrize("kind", [*HEADS, "model"])
+def test_chains_keep_what_they_chose_from_for_a_policy_on_the_host(kind: str) -> None:
+    more = {"assistant_model": noisy_copy(pair()[0], 0.05)} if kind == "model" else {"kind": kind}
+    script = [[3, 0, 5, 1, 2, 4], [0, 4, 1, 5, 0, 2], [2, 2, 2, 2, 2, 2], [1, 1, 1, 6, 1, 1]] * 9
+    seen = []
+    for runner in ({"runner": "eager"}, {}):
+        policy = WatchedLengths(script)
+        assert torch.equal(call(policy, settings=runner, **more).sequences, plain())
+        seen.append(policy.seen)
+    assert seen[0] > 1
+    assert seen[1] == pytest.approx(seen[0], rel=0.02)  # single precision may decide a tie differently
+
+
 @pytest.mark.parametrize("settings", [{}, {"fused_layers": False}], ids=["fused", "recorded"])
 @pytest.mark.parametrize("kind", [*HEADS, "model"])
 def test_chains_of_replays_draft_what_single_passes_draft(
@@ -126,7 +156,7 @@ def test_chains_of_replays_draft_what_single_passes_draft(
                 found[-1][tuple(sequences.host_text(row))] = candidates.tokens[row, :length].tolist()
         return candidates
 
-    def counted(self: GraphRunner, given: Any) -> Tensor | None:
+    def counted(self: GraphRunner, given: Any) -> DraftedChain | None:
         chains.append(given.steps)
         return chain(self, given)
 

@@ -34,14 +34,16 @@ def test_keeps_its_choice_when_rows_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "rows", "provided", "pays"),
+    ("asynchronous", "rows", "provided", "pays"),
     [
-        ("cpu", 1, DRAFT_SIGNALS, True),
-        ("cpu", 1, frozenset(), False),  # nothing could be asked about
-        ("cuda", 1, DRAFT_SIGNALS, False),
-        ("cpu", 2, DRAFT_SIGNALS, False),
+        (False, 1, DRAFT_SIGNALS, True),
+        (False, 1, frozenset(), False),  # nothing could be asked about
+        (True, 1, DRAFT_SIGNALS, False),
+        (False, 2, DRAFT_SIGNALS, False),
     ],
 )
-def test_stops_inside_a_round_where_that_pays(device: str, rows: int, provided: frozenset[Signal], pays: bool) -> None:
-    batch = BatchInfo(rows, torch.device(device), 50, 8, 100, provided=provided)
+def test_stops_inside_a_round_where_that_pays(
+    asynchronous: bool, rows: int, provided: frozenset[Signal], pays: bool
+) -> None:
+    batch = BatchInfo(rows, torch.device("cpu"), 50, 8, 100, provided=provided, asynchronous=asynchronous)
     assert stopping_inside_pays(batch) == pays

@@ -53,7 +53,7 @@ def test_follows_the_formula_over_random_rounds(seed: int, draft_cost: float, ro
     times = [depth * draft_cost + VERIFY[depth] for depth in range(LIMIT + 1)]
     active = [True] * rows
     for wishes in script:
-        depth, margin = best_depth(float(policy.acceptance), wishes, active, times)
+        depth, margin = best_depth(policy.acceptance, wishes, active, times)
         lengths = policy.draft_lengths().tolist()
         if margin > 1e-6:
             probes = depth == 0 and max(lengths) == 1

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import reference_dsde as reference
 import torch
@@ -123,75 +124,75 @@ def test_follows_the_reference_over_random_rounds(case: str, seed: int) -> None:
 
 
 class UnweightedVariance(DSDEStoppingPolicy):
-    def _variance_ratio(self) -> torch.Tensor:
+    def _variance_ratio(self) -> Any:
         return signals.weighted_variance_ratio(self._rows.window, self.short_window, 1.0, self._rows.filled)
 
 
 class OldestWeighsMost(DSDEStoppingPolicy):
-    def _variance_ratio(self) -> torch.Tensor:
-        return signals.weighted_variance_ratio(self._rows.window.flip(1), self.short_window, self.decay)
+    def _variance_ratio(self) -> Any:
+        return signals.weighted_variance_ratio(self._rows.window[:, ::-1], self.short_window, self.decay)
 
 
 class NoVarianceRatio(DSDEStoppingPolicy):
-    def _variance_ratio(self) -> torch.Tensor:
-        return torch.ones_like(self._rows.last_mean)
+    def _variance_ratio(self) -> Any:
+        return np.ones_like(self._rows.last_mean)
 
 
 class LinearScalingFactor(DSDEStoppingPolicy):
-    def _scaling_factor(self) -> torch.Tensor:
+    def _scaling_factor(self) -> Any:
         return 2 * self._rows.last_mean
 
 
 class MeanOfTheWindow(DSDEStoppingPolicy):
-    def _scaling_factor(self) -> torch.Tensor:
+    def _scaling_factor(self) -> Any:
         return signals.scaling_factor(self._rows.window.mean(1))
 
 
 class CapBeforeRoundingUp(DSDEStoppingPolicy):
-    def draft_lengths(self) -> Any:
+    def _lengths(self) -> Any:
         exact = self.predicted_lengths()
         counted = self._rows.active & ~self.calibrating
-        cap = (exact * counted).sum() / counted.sum().clamp_min(1)
-        lengths = torch.minimum(exact, cap).ceil().long()
-        return torch.where(self.calibrating, self._rows.calibration_length, lengths)
+        cap = (exact * counted).sum() / max(counted.sum(), 1)
+        lengths = np.ceil(np.minimum(exact, cap)).astype(np.int64)
+        return np.where(self.calibrating, self._rows.calibration_length, lengths)
 
 
 class CapCountsEveryRow(DSDEStoppingPolicy):
-    def _length_cap(self, lengths: torch.Tensor) -> torch.Tensor:
-        return lengths.float().mean().ceil().long()
+    def _length_cap(self, lengths: Any) -> int:
+        return math.ceil(lengths.mean())
 
 
 class CapCountsFinishedRows(DSDEStoppingPolicy):
-    def _length_cap(self, lengths: torch.Tensor) -> torch.Tensor:
+    def _length_cap(self, lengths: Any) -> int:
         counted = ~self.calibrating
-        return ((lengths * counted).sum() / counted.sum().clamp_min(1)).ceil().long()
+        return math.ceil((lengths * counted).sum() / max(counted.sum(), 1))
 
 
 class CapBindsCalibration(DSDEStoppingPolicy):
-    def draft_lengths(self) -> Any:
-        lengths = super().draft_lengths()
-        return torch.minimum(lengths, self._length_cap(lengths)) if not self.calibrating.all() else lengths
+    def _lengths(self) -> Any:
+        lengths = super()._lengths()
+        return np.minimum(lengths, self._length_cap(lengths)) if not self.calibrating.all() else lengths
 
 
 class EveryPosition(DSDEStoppingPolicy):
-    def _counted_positions(self, outcome: RoundOutcome) -> torch.Tensor:
-        return outcome.drafted * outcome.active
+    def _counted_positions(self, drafted: Any, accepted: Any, active: Any) -> Any:
+        return drafted * active
 
 
 class AlwaysDoubles(DSDEStoppingPolicy):
-    def _next_length(self, outcome: RoundOutcome) -> torch.Tensor:
-        return (2 * self._rows.calibration_length).clamp(self._floor, self._ceiling)
+    def _next_length(self, accepted: Any) -> Any:
+        return (2 * self._rows.calibration_length).clip(self._floor, self._ceiling)
 
 
 class LiftedToTheMinimum(DSDEStoppingPolicy):
-    def _next_length(self, outcome: RoundOutcome) -> torch.Tensor:
-        return super()._next_length(outcome).clamp_min(self._floor)
+    def _next_length(self, accepted: Any) -> Any:
+        return super()._next_length(accepted).clip(self._floor)
 
 
 class HeldLengthIsSLMax(DSDEStoppingPolicy):
-    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bounds(self) -> Any:
         sl_min, sl_max = super()._bounds()
-        return sl_min, sl_max.clamp_max(self.initial_length)
+        return sl_min, sl_max.clip(max=self.initial_length)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_worked_example(decay: float, ratio: float) -> None:
     """Thirty KLDs in rounds of five, the last round's mean 0.178, and an SL_max of 10."""
     policy = started(sl_max=10, decay=decay)
     fill_window(policy, [0.05 + 0.02 * ((7 * i) % 11) for i in range(30)])
-    policy._rows.best_accepted.fill_(10)
+    policy._rows.best_accepted.fill(10)
     assert policy._variance_ratio().item() == pytest.approx(ratio, rel=1e-5)
     assert policy._scaling_factor().item() == pytest.approx(0.427607548, rel=1e-5)
     if decay == 0.85:
@@ -278,7 +279,7 @@ class TestAfterCalibration:
     def test_models_that_agree_draft_the_longest(self) -> None:
         policy = started(sl_max=8)
         fill_window(policy, [0.0] * 30)
-        policy._rows.best_accepted.fill_(12)
+        policy._rows.best_accepted.fill(12)
         assert policy.draft_lengths().tolist() == [8]
 
     def test_reference_calls_a_flat_window_unstable(self) -> None:
@@ -286,7 +287,7 @@ class TestAfterCalibration:
         paper, public = started(sl_max=20), started(variant="reference")
         for policy in (paper, public):
             fill_window(policy, flat)
-            policy._rows.best_accepted.fill_(16)
+            policy._rows.best_accepted.fill(16)
         assert public.draft_lengths().tolist() == [6]
         assert paper.draft_lengths().tolist() == [math.ceil((1 - math.expm1(0.2)) * 18 + 2)]
 
@@ -304,7 +305,7 @@ class TestAfterCalibration:
             )
         )
         assert policy.draft_lengths().tolist() == [2]
-        assert policy._rows.window.isfinite().all()
+        assert np.isfinite(policy._rows.window).all()
 
     def test_length_never_exceeds_what_the_loop_allows(self) -> None:
         policy = started(max_draft_length=1)

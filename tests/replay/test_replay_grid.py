@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from synthetic_traces import toy_table, write_trace
 
+from hf_dsde.policies import CostCap
 from hf_dsde.replay import CostSetting, Gap, PolicySpec, Realization, ReplayGrid, ReplayResult, play_priced, run_grid
 from hf_dsde.replay.plot import save_plot
 from hf_dsde.replay.report import result_view
@@ -124,6 +125,11 @@ class TestSpecs:
         assert spec.fill_to_batch
         assert spec.create().sl_max == 8
         assert PolicySpec.parse("dsde+fill") == PolicySpec("dsde", fill_to_batch=True)
+
+    def test_a_cap_is_put_over_a_policy_as_in_a_call(self):
+        assert isinstance(PolicySpec.parse("dsde+cap").create(), CostCap)
+        assert not isinstance(PolicySpec.parse("dsde").create(), CostCap)
+        assert not isinstance(PolicySpec.parse("goodput+cap").create(), CostCap), "it weighs costs itself"
 
     def test_names_can_be_read_back(self) -> None:
         spec = PolicySpec("dsde", {"cap": False, "variant": "reference"}, fill_to_batch=True)

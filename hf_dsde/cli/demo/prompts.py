@@ -1,4 +1,4 @@
-"""The eight requests of the demo: different kinds, short to long, all written for it.
+"""The requests of the demo: different kinds, short to long, all written for it.
 
 Mixed on purpose: a draft follows code and arithmetic well and free text badly, so one batch shows rows that accept
 long drafts next to rows that accept none. The longest stays below 200 tokens, since plain `generate` pads all rows to
@@ -54,4 +54,23 @@ DEMO_PROMPTS = (
     DemoPrompt(
         "long document", f"{_HANDBOOK}\n\nUsing only the rules above: what must a member do before borrowing a saw?"
     ),
+)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Requests, and how many of them are answered at a time.
+
+    Attributes:
+        name: What users read.
+        batches: Answered one after another.
+    """
+
+    name: str
+    batches: tuple[tuple[DemoPrompt, ...], ...]
+
+
+SERVINGS = (
+    Serving("one at a time", tuple((prompt,) for prompt in DEMO_PROMPTS if prompt.kind in ("code", "list", "rewrite"))),
+    Serving("in one batch", (DEMO_PROMPTS,)),
 )

@@ -1,21 +1,20 @@
-"""The demo: eight requests in one batch, plain `generate` against speculation, on the packaged pair.
+"""The demo: requests one by one and in one batch, plain `generate` against speculation, on the packaged pair.
 
 Methods are timed in turn, round by round, so that a machine which gets slower meanwhile slows all of them; each runs
-once before the clock starts. This module measures and returns; `demo_view` shows.
+once before the clock starts. This module measures and returns; `view` shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import BatchEncoding
 
-from hf_dsde.cli.demo.prompts import DEMO_PROMPTS, DemoPrompt
+from hf_dsde.cli.demo.prompts import SERVINGS, DemoPrompt, Serving
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.divergence import BatchComparison, Verdict, compare_outputs
 from hf_dsde.integration.hooks import disable, enable
@@ -55,32 +54,32 @@ class DemoOptions:
         max_new_tokens: Limit of every answer.
         repeats: Timed runs of every method.
         device: Where both models run.
-        prompts: The batch.
+        servings: What is asked for, and how much of it at once.
     """
 
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    methods: tuple[Method, ...] = (Method("dsde", SpeculationConfig("dsde")),)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    methods: tuple[Method, ...] = tuple(Method(policy, SpeculationConfig(policy)) for policy in ("auto", "dsde"))
     max_new_tokens: int = 64
     repeats: int = 3
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    prompts: tuple[DemoPrompt, ...] = DEMO_PROMPTS
+    servings: tuple[Serving, ...] = SERVINGS
 
     @property
-    def runs(self) -> int:
-        """How many times `generate` is called, warm-up included."""
-        return len(self.dtypes) * (1 + len(self.methods)) * (1 + self.repeats)
+    def steps(self) -> int:
+        """How often `run_demo` says what comes next."""
+        return len(self.dtypes) * (1 + len(self.servings) * (1 + len(self.methods)) * (1 + self.repeats))
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What one method did in one dtype.
+    """What one method did in one dtype and serving.
 
     Attributes:
         name: Of the method.
         emitted: Tokens of all answers, up to their ends.
-        seconds: Wall time of each timed call, prompts included.
+        seconds: Wall time of each timed run over all batches, prompts included.
         texts: The answers.
-        statistics: Of the last call; None for plain `generate`.
+        statistics: Of the last run; None for plain `generate`.
         comparison: With plain `generate`'s tokens; None for itself.
     """
 
@@ -93,12 +92,12 @@ class MethodResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens per second in the median call."""
+        """Emitted tokens per second in the median run."""
         return self.emitted / median(self.seconds)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Tokens per second of the slowest and of the fastest call."""
+        """Tokens per second of the slowest and of the fastest run."""
         return self.emitted / max(self.seconds), self.emitted / min(self.seconds)
 
     @property
@@ -122,10 +121,11 @@ class MethodResult:
 
 
 @dataclass(frozen=True)
-class DtypeResult:
-    """All methods in one dtype, plain `generate` first."""
+class ServingResult:
+    """All methods in one dtype and serving, plain `generate` first."""
 
     dtype: torch.dtype
+    serving: Serving
     methods: tuple[MethodResult, ...]
 
     def speedup(self, method: MethodResult) -> float:
@@ -139,15 +139,14 @@ class DemoResult:
 
     options: DemoOptions
     device_name: str
-    prompt_lengths: tuple[int, ...]
-    dtypes: tuple[DtypeResult, ...]
+    servings: tuple[ServingResult, ...]
 
     @property
     def is_exact(self) -> bool:
         """Whether every method gave plain `generate`'s tokens in every dtype that promises it."""
         return all(
             method.comparison is None or method.comparison.is_exact
-            for result in self.dtypes
+            for result in self.servings
             if torch.finfo(result.dtype).bits >= torch.finfo(torch.float32).bits
             for method in result.methods
         )
@@ -155,65 +154,151 @@ class DemoResult:
     def to_dict(self) -> dict[str, Any]:
         """Result and provenance in types that `json.dumps` takes."""
         return {
-            "schema_version": 1,
+            "schema_version": 2,
             "provenance": provenance.collect(self.options.device),
             "max_new_tokens": self.options.max_new_tokens,
             "repeats": self.options.repeats,
-            "prompts": [
-                {"kind": prompt.kind, "tokens": length}
-                for prompt, length in zip(self.options.prompts, self.prompt_lengths, strict=True)
+            "servings": [
+                {
+                    "dtype": name_of(result.dtype),
+                    "serving": result.serving.name,
+                    "batches": [[prompt.kind for prompt in batch] for batch in result.serving.batches],
+                    "methods": [method.to_dict() for method in result.methods],
+                }
+                for result in self.servings
             ],
-            "dtypes": {_name(result.dtype): [method.to_dict() for method in result.methods] for result in self.dtypes},
         }
 
 
-def run_demo(options: DemoOptions, load: PairLoader, on_step: Callable[[str], None] = lambda _: None) -> DemoResult:
+def name_of(dtype: torch.dtype) -> str:
+    """Return what users call a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def run_demo(
+    options: DemoOptions,
+    load: PairLoader,
+    on_step: Callable[[str], None] = lambda _: None,
+    on_answer: Callable[[DemoPrompt, str], None] = lambda *_: None,
+) -> DemoResult:
     """Load, generate, time and compare.
 
     Args:
         options: What to run.
         load: Gives the pair for a dtype and a device.
-        on_step: Told what comes next, before every loading and every call of `generate`.
+        on_step: Told what comes next, before every loading and every run.
+        on_answer: Told each request and its answer as soon as there is one.
     """
     results = []
-    lengths: tuple[int, ...] = ()
+    shown: set[DemoPrompt] = set()
+
+    def show_once(prompt: DemoPrompt, text: str) -> None:
+        if prompt not in shown:
+            shown.add(prompt)
+            on_answer(prompt, text)
+
     for dtype in options.dtypes:
-        on_step(f"loading the models in {_name(dtype)}")
+        on_step(f"loading the models in {name_of(dtype)}")
         pair = load(dtype, options.device)
-        inputs = encode(pair.tokenizer, [prompt.text for prompt in options.prompts]).to(options.device)
-        lengths = tuple(inputs["attention_mask"].sum(-1).tolist())
         enable(pair.target)
         try:
-            methods = _measure(pair, inputs, options, on_step)
+            results += [_Measurement(pair, serving, options, on_step, show_once).run() for serving in options.servings]
         finally:
             disable(pair.target)
-        results.append(DtypeResult(dtype, methods))
-    return DemoResult(options, provenance.describe_device(options.device), lengths, tuple(results))
+    return DemoResult(options, provenance.describe_device(options.device), tuple(results))
 
 
-def _measure(
-    pair: Pair, inputs: BatchEncoding, options: DemoOptions, on_step: Callable[[str], None]
-) -> tuple[MethodResult, ...]:
-    """Warm every method up, time all of them in turn, and compare each with plain `generate`."""
-    methods = (Method(PLAIN), *options.methods)
-    dtype = _name(pair.target.dtype)
-    warm_up = _warm_up_inputs(inputs)
-    for method in methods:
-        on_step(f"{dtype}: {method.name}, warm-up")
-        generate_once(pair, warm_up, method.speculation, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
-    seconds: dict[str, list[float]] = {method.name: [] for method in methods}
-    outputs: dict[str, Any] = {}
-    for repeat in range(options.repeats):
-        for method in methods:
-            on_step(f"{dtype}: {method.name}, run {repeat + 1} of {options.repeats}")
-            outputs[method.name], elapsed = generate_once(
-                pair, inputs, method.speculation, max_new_tokens=options.max_new_tokens, do_sample=False
+class _Measurement:
+    """Times all methods over the batches of a serving, in turn, and compares each with plain `generate`."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        serving: Serving,
+        options: DemoOptions,
+        on_step: Callable[[str], None],
+        on_answer: Callable[[DemoPrompt, str], None],
+    ) -> None:
+        self._pair = pair
+        self._serving = serving
+        self._options = options
+        self._on_step = on_step
+        self._on_answer = on_answer
+        self._methods = (Method(PLAIN), *options.methods)
+        self._inputs = [
+            encode(pair.tokenizer, [prompt.text for prompt in batch]).to(options.device) for batch in serving.batches
+        ]
+        self._outputs: dict[str, list[Any]] = {}
+
+    def run(self) -> ServingResult:
+        """Warm every method up, then let all of them take turns."""
+        seconds: dict[str, list[float]] = {method.name: [] for method in self._methods}
+        for method in self._methods:
+            self._say(method, "warm-up")
+            self._generate(method, _warm_up_inputs(self._inputs[0]), WARM_UP_TOKENS)
+        for repeat in range(self._options.repeats):
+            for method in self._methods:
+                self._say(method, f"run {repeat + 1} of {self._options.repeats}")
+                seconds[method.name].append(self._timed_run(method))
+        methods = [self._result(method, seconds[method.name]) for method in self._methods]
+        return ServingResult(self._pair.target.dtype, self._serving, tuple(methods))
+
+    def _say(self, method: Method, step: str) -> None:
+        self._on_step(f"{name_of(self._pair.target.dtype)}, {self._serving.name}: {method.name}, {step}")
+
+    def _generate(self, method: Method, inputs: BatchEncoding, max_new_tokens: int) -> tuple[Any, float]:
+        return generate_once(self._pair, inputs, method.speculation, max_new_tokens=max_new_tokens, do_sample=False)
+
+    def _timed_run(self, method: Method) -> float:
+        """Answer all batches; return the seconds."""
+        outputs, total = [], 0.0
+        for batch, inputs in zip(self._serving.batches, self._inputs, strict=True):
+            output, seconds = self._generate(method, inputs, self._options.max_new_tokens)
+            outputs.append(output)
+            total += seconds
+            for prompt, text in zip(batch, self._texts(inputs, output), strict=True):
+                self._on_answer(prompt, text)
+        self._outputs[method.name] = outputs
+        return total
+
+    def _texts(self, inputs: BatchEncoding, output: Any) -> list[str]:
+        width = inputs["input_ids"].shape[1]
+        texts = self._pair.tokenizer.batch_decode(output.sequences[:, width:], skip_special_tokens=True)
+        return [text.strip() for text in texts]
+
+    def _result(self, method: Method, seconds: list[float]) -> MethodResult:
+        """What a method did, from its last outputs and all its times."""
+        outputs, ends = self._outputs[method.name], end_tokens(self._pair)
+        runs = list(zip(self._inputs, outputs, strict=True))
+        lengths = [answer_lengths(output.sequences, inputs["input_ids"].shape[1], ends) for inputs, output in runs]
+        comparison = statistics = None
+        if method.speculation is not None:
+            statistics = SpeculationStatistics.merge([output.speculation_statistics for output in outputs])
+            comparison = self._comparison(outputs)
+        return MethodResult(
+            name=method.name,
+            emitted=sum(int(each.sum()) for each in lengths),
+            seconds=tuple(seconds),
+            texts=tuple(text for inputs, output in runs for text in self._texts(inputs, output)),
+            statistics=statistics,
+            comparison=comparison,
+        )
+
+    def _comparison(self, outputs: Sequence[Any]) -> BatchComparison:
+        """Compare all answers with plain `generate`'s."""
+        parts = [
+            compare_outputs(
+                self._pair.target,
+                inputs["input_ids"],
+                inputs["attention_mask"],
+                expected.sequences,
+                output.sequences,
+                eos_token_id=end_tokens(self._pair),
             )
-            seconds[method.name].append(elapsed)
-    expected = outputs[PLAIN].sequences
-    return tuple(
-        _result(pair, inputs, method, outputs[method.name], seconds[method.name], expected) for method in methods
-    )
+            for inputs, expected, output in zip(self._inputs, self._outputs[PLAIN], outputs, strict=True)
+        ]
+        rows = [replace(row, row=place) for place, row in enumerate(row for part in parts for row in part.rows)]
+        return replace(parts[0], rows=tuple(rows))
 
 
 def _warm_up_inputs(inputs: BatchEncoding) -> BatchEncoding:
@@ -224,34 +309,3 @@ def _warm_up_inputs(inputs: BatchEncoding) -> BatchEncoding:
     rows = lengths.argsort()[:2]
     width = int(lengths[rows].max())
     return BatchEncoding({name: tensor[rows, -width:] for name, tensor in inputs.items()})
-
-
-def _result(
-    pair: Pair,
-    inputs: BatchEncoding,
-    method: Method,
-    output: Any,
-    seconds: list[float],
-    expected: Tensor,
-) -> MethodResult:
-    """What `method` did, from its last output and all its times."""
-    width = inputs["input_ids"].shape[1]
-    ends = end_tokens(pair)
-    texts = pair.tokenizer.batch_decode(output.sequences[:, width:], skip_special_tokens=True)
-    comparison = None
-    if method.speculation is not None:
-        comparison = compare_outputs(
-            pair.target, inputs["input_ids"], inputs["attention_mask"], expected, output.sequences, eos_token_id=ends
-        )
-    return MethodResult(
-        name=method.name,
-        emitted=int(answer_lengths(output.sequences, width, ends).sum()),
-        seconds=tuple(seconds),
-        texts=tuple(text.strip() for text in texts),
-        statistics=getattr(output, "speculation_statistics", None),
-        comparison=comparison,
-    )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
