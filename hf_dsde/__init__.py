@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_dsde.heads.saving import save_head
     from hf_dsde.integration.hooks import disable, enable, generate, install, uninstall
     from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+    from hf_dsde.lossy_acceptance import Consultant, LossyAcceptance, LossyAcceptanceWarning, TypicalAcceptance
     from hf_dsde.measurement.rounds import RoundListener, RoundRecord
     from hf_dsde.measurement.statistics import SpeculationStatistics, SpeculationWarning
     from hf_dsde.policies import (
@@ -43,8 +44,11 @@ else:
             "BatchStreamer": "hf_dsde.decoding.streamers",
             "BatchTextStreamer": "hf_dsde.decoding.streamers",
             "ConfidencePolicy": "hf_dsde.policies",
+            "Consultant": "hf_dsde.lossy_acceptance",
             "DSDEStoppingPolicy": "hf_dsde.policies",
             "HeuristicPolicy": "hf_dsde.policies",
+            "LossyAcceptance": "hf_dsde.lossy_acceptance",
+            "LossyAcceptanceWarning": "hf_dsde.lossy_acceptance",
             "PromptLookupDrafter": "hf_dsde.drafting.lookup.prompt_lookup",
             "RoundListener": "hf_dsde.measurement.rounds",
             "RoundRecord": "hf_dsde.measurement.rounds",
@@ -61,6 +65,7 @@ else:
             "StaticPolicy": "hf_dsde.policies",
             "StoppingPolicy": "hf_dsde.policies",
             "SuffixDrafter": "hf_dsde.drafting.lookup.suffix",
+            "TypicalAcceptance": "hf_dsde.lossy_acceptance",
             "available_policies": "hf_dsde.policies",
             "disable": "hf_dsde.integration.hooks",
             "enable": "hf_dsde.integration.hooks",
@@ -82,8 +87,11 @@ __all__ = [
     "BatchStreamer",
     "BatchTextStreamer",
     "ConfidencePolicy",
+    "Consultant",
     "DSDEStoppingPolicy",
     "HeuristicPolicy",
+    "LossyAcceptance",
+    "LossyAcceptanceWarning",
     "PromptLookupDrafter",
     "RoundListener",
     "RoundRecord",
@@ -100,6 +108,7 @@ __all__ = [
     "StaticPolicy",
     "StoppingPolicy",
     "SuffixDrafter",
+    "TypicalAcceptance",
     "available_policies",
     "disable",
     "enable",

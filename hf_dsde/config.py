@@ -13,6 +13,7 @@ from huggingface_hub import hf_hub_download
 
 from hf_dsde.costs import CostModel
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.lossy_acceptance import LossyAcceptance, rule_of
 from hf_dsde.policies import CostCap, Signal, StoppingPolicy, create_policy
 from hf_dsde.utils.checks import check_choice, check_flag, check_integer
 
@@ -37,6 +38,8 @@ class SpeculationConfig:
             brings (`hf_dsde.policies.CostCap`). None: where `costs` are given. True: they are measured if need be.
         refresh_costs: Whether the timings of rounds go on moving the costs. Decisions that rest on timings differ from
             run to run, and with them the draws of a sampled text; given costs without refreshing can be repeated.
+        acceptance: A lossy rule (`hf_dsde.Consultant`, `hf_dsde.TypicalAcceptance`), which lets drafted tokens
+            stand that the target would not have written; or what its `to_dict` gives. None accepts exactly.
         options: How this machine runs the passes. No part of what is saved.
     """
 
@@ -48,6 +51,7 @@ class SpeculationConfig:
     costs: dict[str, Any] | None = field(default=None, hash=False)
     cost_cap: bool | None = None
     refresh_costs: bool = True
+    acceptance: LossyAcceptance | None = None
     options: RuntimeOptions = field(default=RuntimeOptions(), hash=False)
 
     def __new__(cls, *_: Any, **named: Any) -> SpeculationConfig:  # noqa: PYI034 - Python 3.10 has no Self
@@ -77,6 +81,8 @@ class SpeculationConfig:
         check_flag("refresh_costs", self.refresh_costs)
         if self.costs is not None:
             object.__setattr__(self, "costs", CostModel.from_dict(self.costs).to_dict())
+        if self.acceptance is not None:
+            object.__setattr__(self, "acceptance", rule_of(self.acceptance))
         if not isinstance(self.options, RuntimeOptions):
             raise TypeError(f"`options` is {self.options!r}, but a RuntimeOptions is needed.")
         self.build_policy()
@@ -107,7 +113,9 @@ class SpeculationConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields but `options`, as JSON holds them."""
-        values: dict[str, Any] = json.loads(json.dumps({name: getattr(self, name) for name in SAVED}))
+        saved = {name: getattr(self, name) for name in SAVED}
+        saved["acceptance"] = None if self.acceptance is None else self.acceptance.to_dict()
+        values: dict[str, Any] = json.loads(json.dumps(saved))
         return values
 
     @classmethod
@@ -167,7 +175,7 @@ class SpeculationConfig:
 
 
 SAVED = tuple(f.name for f in fields(SpeculationConfig) if f.name != "options")
-"""Fields that decide what is drafted. `options` belong to the process, and are written nowhere."""
+"""Fields that decide what is drafted and what of it stands. `options` belong to the process, and no file has them."""
 OPTIONS = tuple(f.name for f in fields(RuntimeOptions))
 
 

@@ -13,7 +13,7 @@ PACKAGE = Path(hf_dsde.__file__).parent
 
 FLOORS = (
     {"utils", "compat", "signals"},
-    {"kernels", "costs"},
+    {"kernels", "costs", "lossy_acceptance"},
     {"policies"},
     {"heads"},
     {"execution"},

@@ -88,8 +88,9 @@ def generator_identity(
     """What decides the texts of a generator, as plain JSON.
 
     Measured costs (`SpeculationConfig.costs`) change draft lengths, and lengths change which random numbers a sampled
-    text meets, never its distribution. They count only where they make a run repeatable: when sampling with given costs
-    that are not refreshed. Otherwise another measurement of the same machine is the same generator.
+    text meets, never its distribution. They count only where they make a run repeatable: with given costs that are not
+    refreshed, when sampling or when a lossy rule accepts tokens, whose texts depend on what is drafted. Otherwise
+    another measurement of the same machine is the same generator.
 
     Args:
         model: The target. Its own `generation_config` counts too, which fills what the one given leaves open.
@@ -105,8 +106,10 @@ def generator_identity(
     """
     speculation = speculation_config.to_dict()
     samples = bool(generation_config.do_sample or getattr(model.generation_config, "do_sample", False))
-    if not samples or speculation["refresh_costs"]:
+    if speculation["refresh_costs"] or not (samples or speculation["acceptance"]):
         del speculation["costs"]
+    if speculation["acceptance"] is None:
+        del speculation["acceptance"]  # as when there was no such setting, so that jobs of that time go on
     return {
         "target": model_identity(model),
         "draft": _draft_identity(assistant_model),

@@ -32,6 +32,7 @@ from hf_dsde.execution.wrappers import unwrapped
 from hf_dsde.integration.drafters import job_draft
 from hf_dsde.integration.generation import Speculation
 from hf_dsde.integration.validation import check_models
+from hf_dsde.lossy_acceptance import described, warn_once
 from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.policies import StoppingPolicy
 from hf_dsde.utils.checks import check_choice, check_flag, check_integer
@@ -56,7 +57,7 @@ class BatchGenerator(Fingerprinted):
 
     A row that has finished is handed the next prompt at once, so that no row of the batch idles while there are
     prompts. Each text is what `model.generate` gives for its prompt alone: exactly in float32 and float64 when greedy,
-    in distribution when sampling.
+    in distribution when sampling; unless `SpeculationConfig(acceptance=...)` asks for a lossy rule.
 
     As a callable it serves `Dataset.map(generator, batched=True)` and `IterableDataset.map`, whose cache tells settings
     and models apart without reading the weights. `stream` yields results one by one; `run` writes them to a file and
@@ -129,6 +130,8 @@ class BatchGenerator(Fingerprinted):
         if speculation_policy is None and speculation_config is None:
             speculation_policy = DEFAULT_POLICY
         self._speculation = Speculation.of(speculation_policy, speculation_config, speculation_listeners)
+        if self._speculation.config.acceptance is not None:
+            warn_once(self._speculation.config.acceptance)
         self._generate_kwargs = generate_kwargs
         self._preparation = Preparation(
             self._model, self._draft, tokenizer, self._speculation.config.options.packed_attention, generate_kwargs
@@ -144,7 +147,7 @@ class BatchGenerator(Fingerprinted):
         }
         self._builder = RequestBuilder(tokenizer, **self._request_settings)
         self._warned_of_empty_texts = False
-        self.statistics = JobStatistics()
+        self.statistics = JobStatistics(acceptance=described(self._speculation.config.acceptance))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -281,7 +284,7 @@ class BatchGenerator(Fingerprinted):
         draft = None if isinstance(self._draft, Drafter) else self._draft
         packed_attention = self._speculation.config.options.packed_attention
         check_models(self._model, draft, packed_attention)  # also what changed since
-        self.statistics = JobStatistics()
+        self.statistics = JobStatistics(acceptance=described(self._speculation.config.acceptance))
         engine = BatchEngine(
             self._model,
             self._draft,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hf_dsde.batch.results import RowStatistics
+from hf_dsde.lossy_acceptance import EXACT
 from hf_dsde.measurement.counts import ratio, settle
 from hf_dsde.measurement.rounds import RoundRecord, RoundRecorder
 
@@ -37,6 +38,7 @@ class JobStatistics:
         verify_seconds: Seconds spent in the target's passes and in judging their results.
         bookkeeping_seconds: Seconds of the rounds that were neither.
         batch_sizes: Rows of the batch, each time it was set up.
+        acceptance: How drafted tokens are accepted: `exact`, or `lossy:` and the rule with its settings.
     """
 
     texts: int = 0
@@ -54,6 +56,7 @@ class JobStatistics:
     verify_seconds: float = 0.0
     bookkeeping_seconds: float = 0.0
     batch_sizes: list[int] = field(default_factory=list)
+    acceptance: str = EXACT
 
     @property
     def idle_share(self) -> float:

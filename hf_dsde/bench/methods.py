@@ -24,6 +24,7 @@ from hf_dsde.bench.results import OURS, without_nan
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding.cost_measurement import CostMemory, remembering_in
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.lossy_acceptance import described
 from hf_dsde.measurement.statistics import SpeculationStatistics
 from hf_dsde.pairs import Pair, end_tokens
 from hf_dsde.replay.specs import PolicySpec
@@ -122,7 +123,9 @@ class PolicyMethod(Method):
     kind = OURS
 
     def __init__(self, name: str, config: SpeculationConfig) -> None:
-        self.name, self.config = name, config
+        # A name that says nothing of it would pass for exact.
+        self.name = name if config.acceptance is None else f"{name}, {described(config.acceptance)}"
+        self.config = config
         self.settings = config.to_dict() | asdict(config.options)
         self._costs = CostMemory()
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from hf_dsde.batch.input_rows import PROMPT_COLUMNS
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.results import RowResult
+from hf_dsde.lossy_acceptance import EXACT
 from hf_dsde.measurement.views import number
 
 
@@ -40,6 +41,8 @@ def summary(statistics: JobStatistics, seconds: float, policy: str) -> Table:
     """
     speed = statistics.new_tokens / seconds if seconds else None
     table = Table(title=f"Speculation, policy '{policy}'", show_header=False)
+    if statistics.acceptance != EXACT:
+        table.add_row("acceptance", statistics.acceptance)
     table.add_row("texts", f"{statistics.texts:,}")
     table.add_row("prompt tokens", f"{statistics.prompt_tokens:,}")
     table.add_row("new tokens", f"{statistics.new_tokens:,}")

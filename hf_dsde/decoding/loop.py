@@ -88,6 +88,7 @@ class SpeculativeLoop:
         self._process = process
         self._do_sample = do_sample
         self._config = config
+        self._by_chance = do_sample and config.acceptance is None
         self._recording = recording
         self._feed = feed
         self._stopping = stopping
@@ -163,14 +164,14 @@ class SpeculativeLoop:
         self._log.flush()
         logits = passed.logits.to(sequences.device)
         scores = self._process(logits, sequences, self._columns(candidates, plan))
-        verified = verify(scores, candidates, do_sample=self._do_sample)
+        verified = verify(scores, candidates, do_sample=self._do_sample, acceptance=self._config.acceptance)
         self._clock.mark()
         new_tokens = verified.with_next_token(candidates.tokens)
         kept, ended = self._stopping.cut(new_tokens, torch.where(plan.active, verified.accepted + 1, 0))
         if passed.hidden:
             self._drafter.accept(verified, passed.hidden)
         sequences.append(new_tokens, kept)
-        done = FinishedRound(plan, candidates, logits, scores, verified, self._do_sample, passed.packed_tokens)
+        done = FinishedRound(plan, candidates, logits, scores, verified, self._by_chance, passed.packed_tokens)
         going_on = plan.active & ~ended
         probes = self._probes(plan.index + 1)
         if ahead.overlaps:

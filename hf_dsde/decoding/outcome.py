@@ -25,7 +25,7 @@ class FinishedRound:
         logits: The target's, `[rows, width + 1, vocabulary]`, float32.
         scores: The same after the logits processors.
         verified: What of the candidates stands.
-        do_sample: Whether the text is sampled.
+        by_chance: Whether it was a matter of chance what stands, as it is when text is sampled exactly.
         packed_tokens: Tokens in the target's pass when it was packed; None when it was padded.
     """
 
@@ -34,7 +34,7 @@ class FinishedRound:
     logits: Tensor
     scores: Tensor
     verified: VerifiedBlock
-    do_sample: bool
+    by_chance: bool
     packed_tokens: int | None
 
 
@@ -121,9 +121,9 @@ def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTim
 
 
 def _acceptance(done: FinishedRound) -> Tensor:
-    """Probability that the target accepts at each tested position, `[rows, width]`, float32: 0 or 1 when greedy."""
+    """Probability that the target accepts at each tested position, `[rows, width]`, float32: 0 or 1 without chance."""
     candidates = done.candidates
-    if not done.do_sample:
+    if not done.by_chance:
         position = torch.arange(candidates.width, device=candidates.tokens.device)
         return (position < done.verified.accepted[:, None]).float()
     probs = done.scores[:, : candidates.width].softmax(dim=-1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde.decoding.candidates import CandidateBatch, Sampled
+from hf_dsde.lossy_acceptance import LossyAcceptance
 
 
 class VerifiedBlock(NamedTuple):
@@ -31,15 +32,20 @@ class VerifiedBlock(NamedTuple):
         return room.scatter(1, self.accepted[:, None], self.next_tokens[:, None])
 
 
-def verify(scores: Tensor, candidates: CandidateBatch, *, do_sample: bool) -> VerifiedBlock:
-    """Judge a block by the rule that fits its law.
+def verify(
+    scores: Tensor, candidates: CandidateBatch, *, do_sample: bool, acceptance: LossyAcceptance | None = None
+) -> VerifiedBlock:
+    """Judge a block by the exact rule that fits its law, or by a lossy one that was asked for.
 
     Args:
         scores: The target's processed scores after each prefix of the block, `[rows, width + 1, vocabulary]`, float32.
         candidates: The block.
         do_sample: Whether the output follows the target's distribution; otherwise it is the target's best tokens.
+        acceptance: A lossy rule in place of the exact ones.
     """
     tokens, lengths = candidates.tokens, candidates.lengths
+    if acceptance is not None:
+        return lossy(scores, tokens, lengths, acceptance, do_sample=do_sample)
     if not do_sample:
         return greedy(scores.argmax(dim=-1), tokens, lengths)
     probs = scores.softmax(dim=-1)
@@ -114,6 +120,32 @@ def sample_and_match(target_probs: Tensor, draft_tokens: Tensor, lengths: Tensor
     weights = target_probs.masked_fill(unused[:, :, None], 1.0)
     drawn = draw(weights.flatten(0, 1)).view(unused.shape)
     return greedy(drawn, draft_tokens, lengths)
+
+
+def lossy(
+    scores: Tensor, draft_tokens: Tensor, lengths: Tensor, rule: LossyAcceptance, *, do_sample: bool
+) -> VerifiedBlock:
+    """Accept draft tokens as long as a lossy rule lets them stand.
+
+    When sampling, the token after them is drawn from the target's own distribution there, nothing of it taken away.
+    When decoding greedily it is the target's best token, and drafted tokens that are the target's best stand whatever
+    the rule says, since the text would get the same token: a rule that lets nothing pass decodes exactly.
+
+    Args:
+        scores: The target's processed scores after each prefix of the block, `[rows, width + 1, vocabulary]`, float32.
+        draft_tokens: As in `speculative_sampling`.
+        lengths: As in `speculative_sampling`.
+        rule: Says what stands.
+        do_sample: Whether the token after the accepted ones is drawn.
+    """
+    stands = rule.stands(scores[:, :-1], draft_tokens)
+    if do_sample:
+        accepted = leading_run(stands, lengths)
+        rows = torch.arange(len(accepted), device=accepted.device)
+        return VerifiedBlock(accepted, draw(scores[rows, accepted].softmax(dim=-1)))
+    best = scores.argmax(dim=-1)
+    accepted = leading_run(stands | (draft_tokens == best[:, :-1]), lengths)
+    return VerifiedBlock(accepted, best.gather(1, accepted[:, None])[:, 0])
 
 
 def draw(weights: Tensor) -> Tensor:

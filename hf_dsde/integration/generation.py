@@ -30,6 +30,7 @@ from hf_dsde.integration import validation
 from hf_dsde.integration.drafters import Assistant, drafter_for
 from hf_dsde.integration.loop_builder import build_loop
 from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+from hf_dsde.lossy_acceptance import described, warn_once
 from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.measurement.statistics import StatisticsRecorder
 from hf_dsde.policies.base import StoppingPolicy
@@ -115,6 +116,8 @@ def generate_speculatively(
     Raises:
         ValueError: For any reason named in `hf_dsde.integration.validation`.
     """
+    if speculation.config.acceptance is not None:
+        warn_once(speculation.config.acceptance)
     validation.check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
     drafter = drafter_for(model, assistant_model, generation_config, logits_processor, tokenizer, assistant_tokenizer)
     config = speculation.config
@@ -136,7 +139,7 @@ def generate_speculatively(
         scores=StepRecorder(sequences.rows) if wants_scores else None,
         logits=StepRecorder(sequences.rows) if wants_logits else None,
     )
-    recorder = StatisticsRecorder(sequences.rows, speculation.policy.name)
+    recorder = StatisticsRecorder(sequences.rows, speculation.policy.name, described(config.acceptance))
     loop = build_loop(
         SpeculativeLoop,
         model,

@@ -315,7 +315,8 @@ def check_call(
     if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         _refuse(
             f"assistant_ensemble_weight={generation_config.assistant_ensemble_weight}",
-            "it mixes the draft into the target's distribution, and this package keeps the target's. Leave it out.",
+            "it mixes the draft into the target's distribution, which stays the target's here. Leave it out; a "
+            "lossy rule of acceptance is given as SpeculationConfig(acceptance=...).",
         )
     for processor in processors:
         refuse_known(processor)

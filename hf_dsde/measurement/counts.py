@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_dsde.lossy_acceptance import EXACT
+
 if TYPE_CHECKING:
     from hf_dsde.measurement.rounds import RoundRecord
 
@@ -93,6 +95,7 @@ class SpeculationCounts:
         recorded_passes: Shapes of passes that were recorded to be replayed, of both models.
         recording_seconds: Seconds this took, compilation of kernels included: part of the other seconds.
         recording_bytes: Device memory that they hold in addition to the caches.
+        acceptance: How drafted tokens were accepted: `exact`, or `lossy:` and the rule with its settings.
     """
 
     policy: str
@@ -105,6 +108,7 @@ class SpeculationCounts:
     recorded_passes: int = 0
     recording_seconds: float = 0.0
     recording_bytes: int = 0
+    acceptance: str = EXACT
 
     @property
     def drafted(self) -> int:

@@ -9,7 +9,6 @@ is counted as it was done.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.lossy_acceptance import EXACT
 from hf_dsde.measurement.counts import (
     RoundCounts,
     RowCounts,
@@ -28,6 +28,7 @@ from hf_dsde.measurement.counts import (
     settle_all,
 )
 from hf_dsde.measurement.rounds import RoundRecord, RoundRecorder
+from hf_dsde.utils.callers import callers_level
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -164,7 +165,7 @@ class SpeculationStatistics(SpeculationCounts):
         reason = self.losing_reason()
         if reason is not None:
             advice = "Use a cheaper draft, draft fewer tokens, or leave out assistant_model."
-            warnings.warn(f"{reason} {advice}", SpeculationWarning, stacklevel=_callers_level())
+            warnings.warn(f"{reason} {advice}", SpeculationWarning, stacklevel=callers_level())
 
     def to_dict(self) -> dict[str, Any]:
         """Counts and ratios in types that `json.dumps` takes; undefined ratios are None."""
@@ -173,6 +174,7 @@ class SpeculationStatistics(SpeculationCounts):
         return {
             "schema_version": SCHEMA_VERSION,
             "policy": self.policy,
+            "acceptance": self.acceptance,
             "counts": {name: getattr(self, name) for name in _COUNTS} | {"rounds": len(self.rounds)},
             "seconds": {name: getattr(self, f"{name}_seconds") for name in _PHASES},
             "ratios": {name: _none_if_nan(getattr(self, name)) for name in _RATIOS}
@@ -193,7 +195,7 @@ class SpeculationStatistics(SpeculationCounts):
         are better kept apart.
 
         Raises:
-            ValueError: If `parts` is empty or holds more than one policy.
+            ValueError: If `parts` is empty or holds more than one policy, or more than one rule of acceptance.
         """
         policies = sorted({part.policy for part in parts})
         if len(policies) != 1:
@@ -201,8 +203,15 @@ class SpeculationStatistics(SpeculationCounts):
                 f"`parts` holds statistics of {len(policies)} policies {policies}; merge takes at least one call, "
                 f"all of one policy. Group them by `policy` first."
             )
+        rules = sorted({part.acceptance for part in parts})
+        if len(rules) != 1:
+            raise ValueError(
+                f"`parts` holds statistics of {len(rules)} rules of acceptance {rules}; merge takes calls of one. "
+                f"Group them by `acceptance` first."
+            )
         return cls(
             policy=policies[0],
+            acceptance=rules[0],
             rows=tuple(row for part in parts for row in part.rows),
             rounds=tuple(r for part in parts for r in part.rounds),
             drafted_by_position=_add_by_position(part.drafted_by_position for part in parts),
@@ -217,8 +226,9 @@ class SpeculationStatistics(SpeculationCounts):
     def __str__(self) -> str:
         speedup = self.predicted_speedup
         predicted = "" if speedup is None else f", {speedup:.2f}x plain decoding predicted"
+        lossy = "" if self.acceptance == EXACT else f", {self.acceptance}"
         return (
-            f"{self.policy}: {self.emitted} tokens in {len(self.rows)} rows and {len(self.rounds)} rounds, "
+            f"{self.policy}{lossy}: {self.emitted} tokens in {len(self.rows)} rows and {len(self.rounds)} rounds, "
             f"acceptance rate {self.acceptance_rate:.2f}, block efficiency {self.block_efficiency:.2f}, "
             f"{self.tokens_per_second:.1f} tokens/s{predicted}"
         )
@@ -240,11 +250,13 @@ class StatisticsRecorder(RoundRecorder):
     Args:
         rows: Number of sequences in the batch.
         policy: Name of the policy that chooses the draft lengths.
+        acceptance: How drafted tokens are accepted, as `hf_dsde.lossy_acceptance.described` says it.
     """
 
-    def __init__(self, rows: int, policy: str) -> None:
+    def __init__(self, rows: int, policy: str, acceptance: str = EXACT) -> None:
         self.rows = rows
         self.policy = policy
+        self.acceptance = acceptance
         self._rounds: list[RoundRecord] = []
         self._prefill_seconds = 0.0
 
@@ -279,6 +291,7 @@ class StatisticsRecorder(RoundRecorder):
         settled = settle_all(self._rounds, output_lengths)
         return SpeculationStatistics(
             policy=self.policy,
+            acceptance=self.acceptance,
             rows=tuple(RowCounts(*counts) for counts in settled.sum(axis=0).tolist()),
             rounds=tuple(
                 count_round(entry, RowCounts(*counts), self.rows)
@@ -295,8 +308,6 @@ class StatisticsRecorder(RoundRecorder):
 
 
 _DRAFTED, _ACCEPTED = (list(RowCounts.__dataclass_fields__).index(name) for name in ("drafted", "accepted"))
-_LIBRARIES = ("hf_dsde", "transformers", "torch")
-"""Top-level packages whose frames stand between the user's call and this module."""
 _COUNTS = (
     "emitted",
     "drafted",
@@ -321,14 +332,6 @@ _RATIOS = (
     "policy_overhead",
     "predicted_speedup",
 )
-
-
-def _callers_level() -> int:
-    """Stack level, for `warnings.warn` in the calling function, of the first frame that is the user's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _none_if_nan(value: float | None) -> float | None:

@@ -15,6 +15,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from hf_dsde.lossy_acceptance import EXACT
+
 if TYPE_CHECKING:
     from hf_dsde.measurement.statistics import SpeculationStatistics
 
@@ -50,6 +52,7 @@ def numbers(statistics: SpeculationStatistics) -> list[tuple[str, str]]:
     """Name and value of each number worth a line."""
     columns = sum(len(statistics.rows) * r.pass_width for r in statistics.rounds)
     return [
+        *([] if statistics.acceptance == EXACT else [("acceptance", statistics.acceptance)]),
         ("rows", str(len(statistics.rows))),
         ("rounds", str(len(statistics.rounds))),
         ("tokens emitted", str(statistics.emitted)),

@@ -31,6 +31,7 @@ from hf_dsde.batch.fingerprint import (
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import CostModel
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.lossy_acceptance import Consultant
 
 COSTS = CostModel.relative(0.05, [1.0, 1.02, 1.04]).to_dict()
 
@@ -91,7 +92,10 @@ def test_defaults_that_the_model_brings_count(target):
 
 def test_every_field_of_the_speculation_config_but_costs_and_options_is_part_of_the_identity(target):
     kept = _identity(target)["speculation"]
-    assert set(kept) == {f.name for f in fields(SpeculationConfig)} - {"costs", "options"}
+    every = {f.name for f in fields(SpeculationConfig)} - {"costs", "options"}
+    assert set(kept) == every - {"acceptance"}  # as in jobs from before there was any other than exact
+    lossy = _identity(target, speculation_config=SpeculationConfig(acceptance=Consultant()))["speculation"]
+    assert set(lossy) == every
 
 
 def test_a_job_may_go_on_with_other_options(target):

@@ -244,9 +244,9 @@ def test_a_wrong_rule_for_what_is_drafted_is_noticed(monkeypatch: pytest.MonkeyP
     """The right rule for drawn tokens is wrong for chosen ones: it takes q for what they were drawn from."""
     right = verification.verify
 
-    def wrong(scores: Tensor, candidates: CandidateBatch, *, do_sample: bool) -> verification.VerifiedBlock:
+    def wrong(scores: Tensor, candidates: CandidateBatch, **how: Any) -> verification.VerifiedBlock:
         even = torch.full((*candidates.tokens.shape, scores.shape[-1]), 1 / scores.shape[-1])
-        return right(scores, replace(candidates, law=Sampled(even)), do_sample=do_sample)
+        return right(scores, replace(candidates, law=Sampled(even)), **how)
 
     monkeypatch.setattr("hf_dsde.decoding.loop.verify", wrong)
     assert law_p_value(Unfounded()) < 1e-6

@@ -45,7 +45,7 @@ class AnyEnd:
         self._vocabulary = vocabulary
         self._generator = torch.Generator().manual_seed(seed)
 
-    def __call__(self, scores: Tensor, candidates: CandidateBatch, *, do_sample: bool) -> VerifiedBlock:
+    def __call__(self, scores: Tensor, candidates: CandidateBatch, **_: Any) -> VerifiedBlock:
         draws = torch.rand(len(scores), generator=self._generator)
         accepted = (draws * (candidates.lengths + 1)).long()
         return VerifiedBlock(accepted, torch.randint(3, self._vocabulary, (len(scores),), generator=self._generator))

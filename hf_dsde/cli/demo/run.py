@@ -35,6 +35,14 @@ class Method:
     name: str
     speculation: SpeculationConfig | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot equal plain `generate`."""
+        if self.speculation is not None and self.speculation.acceptance is not None:
+            raise ValueError(
+                f"`speculation` accepts tokens by a lossy rule, {self.speculation.acceptance}, but the demo expects "
+                "the text of plain `generate`. Use SpeculationConfig(acceptance=None)."
+            )
+
 
 @dataclass(frozen=True)
 class DemoOptions:
