@@ -185,8 +185,15 @@ class HeadDrafter(ChainDrafter):
 
     def _align(self, logits: Tensor) -> Tensor:
         """Put logits in the places of their tokens."""
-        ids = self._head.draft_ids
-        if ids is None:
-            return logits
-        everything = logits.new_full((*logits.shape[:-1], self._vocabulary_size), UNKNOWN_TOKEN_LOGIT)
-        return everything.index_copy_(-1, ids, logits)
+        return over_target_vocabulary(self._head, logits, self._vocabulary_size)
+
+
+def over_target_vocabulary(head: DraftHead, logits: Tensor, size: int) -> Tensor:
+    """Put a head's logits in the places of their tokens in the target's vocabulary, `[..., size]`.
+
+    All other tokens get `UNKNOWN_TOKEN_LOGIT`.
+    """
+    if head.draft_ids is None:
+        return logits
+    everything = logits.new_full((*logits.shape[:-1], size), UNKNOWN_TOKEN_LOGIT)
+    return everything.index_copy_(-1, head.draft_ids, logits)
