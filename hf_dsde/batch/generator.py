@@ -80,9 +80,9 @@ class BatchGenerator(Fingerprinted):
         chat: Whether prompts of plain text are what a user asks, to be put into the tokenizer's chat template. False
             hands them to the model as they stand. Chat messages always go through the template.
         chat_template_kwargs: Arguments of the chat template.
-        cache_budget: Bytes per device for the caches of both models. None takes 80 % of what is free on a CUDA device,
-            and does not limit others. Requests that need longer rows than a whole batch may have run later, in a
-            smaller batch.
+        cache_budget: Bytes per device for the caches of both models, with what a head keeps of hidden states. None
+            takes 80 % of what is free on a CUDA device, and does not limit others. Requests that need longer rows than
+            a whole batch may have run later, in a smaller batch.
         refill: Whether rows that have finished begin the next text at once; False runs one batch after the other.
         on_error: `record` makes a result with an `error` of a bad row, `raise` raises `RowError`.
         **generate_kwargs: Any other argument of `generate`, `assistant_tokenizer` among them. Processors and criteria
@@ -262,11 +262,15 @@ class BatchGenerator(Fingerprinted):
         return plan_memory(
             self._model,
             self._draft,
-            CacheBudget.of([self._model, self._draft], self._cache_budget),
+            self._budget(),
             self._batch_size,
             self._speculation.config.max_draft_length,
             None if rows is None else map(self._request, rows),
         )
+
+    def _budget(self) -> CacheBudget:
+        longest = self._speculation.config.max_draft_length
+        return CacheBudget.of([self._model, self._draft], self._cache_budget, longest)
 
     def _generate(self, rows: Iterable[tuple[int, Any]], at_hand: bool) -> tuple[Iterator[RowResult], JobStatistics]:
         """Return an iterator over the results of rows with their places, and what counts them.
@@ -285,7 +289,7 @@ class BatchGenerator(Fingerprinted):
             self._speculation,
             self._preparation,
             self._batch_size,
-            CacheBudget.of([self._model, self._draft], self._cache_budget),
+            self._budget(),
             self._refill,
             self.statistics,
         )
