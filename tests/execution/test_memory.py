@@ -15,7 +15,6 @@ from hf_dsde.execution import memory
 from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 
-
 LATENT: dict[str, Any] = {
     "q_lora_rank": 12,
     "kv_lora_rank": 8,
