@@ -16,6 +16,7 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,6 +26,8 @@ from hf_dsde.heads.eagle3 import Eagle3Head, Eagle3Settings
 SETTLED = 5
 """Calls after which nothing may grow."""
 VOCABULARY = 64
+
+console = Console()
 
 
 def pair() -> tuple[LlamaForCausalLM, Eagle3Head]:
@@ -84,7 +87,7 @@ def main(
             call()
             if number in (1, SETTLED, 10, 50, 100, calls):
                 found = held()
-                print(f"{name}, call {number}: {found[0]:,} bytes, {found[1]:,} objects, {found[2]:,} blocks")
+                console.print(f"{name}, call {number}: {found[0]:,} bytes, {found[1]:,} objects, {found[2]:,} blocks")
                 before = found if number == SETTLED else before
         assert before is not None
         if found[0] > before[0] or found[1] - before[1] >= calls - SETTLED:
