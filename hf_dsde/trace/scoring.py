@@ -133,7 +133,7 @@ class _Scorer:
         # Ids that only the target has are fed as the draft's last one, as in drafting.
         self._tokens = tokens.to(model.device).clamp_max(last_id)
         self._device = tokens.device
-        self._runner = EagerRunner(model, *tokens.shape, options, hidden_layers=hidden_layers)
+        self._runner = EagerRunner(model, tokens.shape[0], tokens.shape[1], options, hidden_layers=hidden_layers)
         with self._runner.active():
             spans = [Span(row, 0, length - 1) for row, length in enumerate(prompts.tolist())]
             stored = torch.cat([self._tokens[span.row, : span.count] for span in spans])
@@ -170,7 +170,7 @@ class _HeadScorer:
     ) -> None:
         self._head, self._vocabulary = head, vocabulary
         self._tokens, self._device = tokens.to(head.device), tokens.device
-        self._runner = EagerRunner(head, *tokens.shape, options)
+        self._runner = EagerRunner(head, tokens.shape[0], tokens.shape[1], options)
         stored = [length - 1 for length in prompts.tolist()]
         parts = self._states(prompt_states).split(stored)
         # Of the token that is fed next in each row.
