@@ -27,7 +27,7 @@ from transformers import (
 
 from hf_dsde.drafting.layer_draft import DESCRIPTION_NAME, load_draft
 from hf_dsde.heads import load_head
-from hf_dsde.heads.checkpoint import CONFIG_NAME
+from hf_dsde.heads.checkpoint import CONFIG_NAME, WEIGHT_FILES, weight_names
 from hf_dsde.heads.formats import describes_head
 from hf_dsde.measurement.statistics import SpeculationWarning
 from hf_dsde.smollm2 import load_smollm2
@@ -88,8 +88,8 @@ def load_pair(
 
     Args:
         model: The target.
-        draft: A complete model with the target's vocabulary, what `save_draft` wrote for this target, or an EAGLE-3
-            head of it in a format that `load_head` reads.
+        draft: A complete model with the target's vocabulary, what `save_draft` wrote for this target, or a head of it
+            in a format that `load_head` reads.
         dtype: Of both.
         device: Of both, unless there is a `device_map`.
         device_map: Spreads each of them over devices, as `from_pretrained` does.
@@ -134,9 +134,19 @@ def _is_head(draft: str) -> bool:
     """Whether a folder or Hub repository holds a head instead of a complete model."""
     if not _holds(draft, CONFIG_NAME):
         return False
+    config = json.loads(_file(draft, CONFIG_NAME).read_text(encoding="utf-8"))
+    return describes_head(config, lambda: _weight_names(draft))
+
+
+def _weight_names(draft: str) -> list[str]:
+    held = next((name for name in WEIGHT_FILES if _holds(draft, name)), None)
+    return [] if held is None else weight_names(_file(draft, held))
+
+
+def _file(draft: str, name: str) -> Path:
+    """The path of a file that a folder or Hub repository holds."""
     folder = Path(draft).expanduser()
-    file = folder / CONFIG_NAME if folder.is_dir() else _fetched(draft, CONFIG_NAME)
-    return describes_head(json.loads(file.read_text(encoding="utf-8")))
+    return folder / name if folder.is_dir() else _fetched(draft, name)
 
 
 def _fetched(repository: str, name: str) -> Path:

@@ -46,6 +46,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "phi3": ("Phi3", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}),
+    "gpt_oss": (
+        "GptOss",
+        {**_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"},
+    ),
 }
 """Family -> prefix of its configuration class, and what it needs beyond the common shape."""
 

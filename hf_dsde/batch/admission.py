@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hf_dsde.batch.requests import RejectedRow, Request
+from hf_dsde.drafting.head import prompt_state_bytes, ring_bytes
 from hf_dsde.execution.graph_runner import CAPACITY_STEP
 from hf_dsde.execution.memory import cache_bytes, free_bytes
+from hf_dsde.heads.head import DraftHead
+from hf_dsde.integration.heads import is_head
 
 USED_SHARE = 0.8
 """Of the free memory of a device, for caches; passes need room of their own."""
@@ -18,42 +21,65 @@ USED_SHARE = 0.8
 
 @dataclass(frozen=True)
 class CacheBudget:
-    """Memory that the caches of both models may take, per device.
+    """Memory that the caches of both models may take, per device, with what a head keeps of its target's states.
 
     Attributes:
-        models: The models.
+        models: Target and draft.
         limits: Bytes for the caches on each model's device, one entry per model; None for no limit. Models on one
             device share one limit.
         granularity: Slots come in multiples of this, as runners allocate them.
+        longest_draft: Tokens that are drafted at most.
     """
 
     models: tuple[PreTrainedModel, ...]
     limits: tuple[int | None, ...]
     granularity: int = CAPACITY_STEP
+    longest_draft: int = 0
 
     @classmethod
-    def of(cls, models: Sequence[PreTrainedModel], given: int | None) -> CacheBudget:
+    def of(cls, models: Sequence[PreTrainedModel], given: int | None, longest_draft: int = 0) -> CacheBudget:
         """Return the given bytes per device, or a share of what is free on each.
 
         Args:
             models: Target and draft.
             given: Bytes; None to ask the devices, of which only CUDA ones answer.
+            longest_draft: Tokens that are drafted at most.
         """
         limits = []
         for model in models:
             free = free_bytes(model.device)
             limits.append(given if given is not None else None if free is None else int(free * USED_SHARE))
-        return cls(tuple(models), tuple(limits))
+        return cls(tuple(models), tuple(limits), longest_draft=longest_draft)
 
     def slot_bytes(self, place: int) -> int:
-        """Bytes of one token's keys and values, of all models on the device of model number `place`."""
+        """Bytes of one token of one row, of all models on the device of model number `place`.
+
+        They are those of its keys and values and, where the draft is a head, of its states in the target and the head:
+        of new tokens these are not kept, but how much of a row is prompt is not known here.
+        """
         device = self.models[place].device
-        return sum(cache_bytes(model, 1, 1) for model in self.models if model.device == device)
+        states = (
+            prompt_state_bytes(head, self.models[0]) if (head := self._head) is not None else [0] * len(self.models)
+        )
+        models = zip(self.models, states, strict=True)
+        return sum(cache_bytes(model, 1, 1) + added for model, added in models if model.device == device)
+
+    def row_bytes(self, place: int) -> int:
+        """Bytes of one row whatever its length, on the device of model number `place`: what a head keeps of states."""
+        if (head := self._head) is None or head.device != self.models[place].device:
+            return 0
+        return ring_bytes(head, self.longest_draft)
+
+    @property
+    def _head(self) -> DraftHead | None:
+        draft = self.models[-1]
+        return draft if is_head(draft) else None
 
     def slots(self, rows: int) -> int | None:
         """Tokens that each of some rows may have in the caches; None for any number."""
         bounds = [
-            limit // (self.slot_bytes(place) * rows) - 1  # each row has a slot for what is no token
+            # Each row has a slot for what is no token.
+            (limit // rows - self.row_bytes(place)) // self.slot_bytes(place) - 1
             for place, limit in enumerate(self.limits)
             if limit is not None
         ]

@@ -84,9 +84,9 @@ class BatchGenerator(Fingerprinted):
         chat: Whether prompts of plain text are what a user asks, to be put into the tokenizer's chat template. False
             hands them to the model as they stand. Chat messages always go through the template.
         chat_template_kwargs: Arguments of the chat template.
-        cache_budget: Bytes per device for the caches of both models. None takes 80 % of what is free on a CUDA device,
-            and does not limit others. Requests that need longer rows than a whole batch may have run later, in a
-            smaller batch.
+        cache_budget: Bytes per device for the caches of both models, with what a head keeps of hidden states. None
+            takes 80 % of what is free on a CUDA device, and does not limit others. Requests that need longer rows than
+            a whole batch may have run later, in a smaller batch.
         refill: Whether rows that have finished begin the next text at once; False runs one batch after the other.
         on_error: `record` makes a result with an `error` of a bad row, `raise` raises `RowError`.
         **generate_kwargs: Any other argument of `generate`, `assistant_tokenizer` among them. Processors and criteria
@@ -274,6 +274,10 @@ class BatchGenerator(Fingerprinted):
             None if rows is None else map(self._request, rows),
         )
 
+    def _budget(self) -> CacheBudget:
+        models = models_of(self._model, self._draft)
+        return CacheBudget.of(models, self._cache_budget, self._speculation.config.max_draft_length)
+
     def _generate(self, rows: Iterable[tuple[int, Any]], at_hand: bool) -> tuple[Iterator[RowResult], JobStatistics]:
         """Return an iterator over the results of rows with their places, and what counts them.
 
@@ -296,9 +300,6 @@ class BatchGenerator(Fingerprinted):
             self.statistics,
         )
         return self._results(engine, rows, min(ENCODED_TOGETHER, self._batch_size) if at_hand else 1), self.statistics
-
-    def _budget(self) -> CacheBudget:
-        return CacheBudget.of(models_of(self._model, self._draft), self._cache_budget)
 
     def _results(self, engine: BatchEngine, rows: Iterable[tuple[int, Any]], together: int) -> Iterator[RowResult]:
         ahead = max(AHEAD * self._batch_size // together, 1)

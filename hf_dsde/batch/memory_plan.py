@@ -30,7 +30,9 @@ class DevicePlan:
         device: Its name, such as `cuda:0`.
         target_bytes: Weights of the target.
         draft_bytes: Weights of the draft, without those that it shares with the target.
-        slot_bytes: Keys and values of one token of one row, of each model that keeps its cache here; 0 if none does.
+        slot_bytes: Of one token of one row, of each model that keeps its cache here, as in `CacheBudget`; 0 if none
+            does.
+        row_bytes: Of one row whatever its length, as in `CacheBudget`.
         cache_budget: Bytes that the caches may take; None for no limit, and where there is no cache.
         free_bytes: What can be allocated beside the weights; None where the device does not say.
     """
@@ -39,6 +41,7 @@ class DevicePlan:
     target_bytes: int
     draft_bytes: int
     slot_bytes: int
+    row_bytes: int
     cache_budget: int | None
     free_bytes: int | None
 
@@ -99,7 +102,7 @@ class MemoryPlan:
             return None
         # Each row has one slot for what is no token.
         slots = next_multiple(self.input.largest_need, self.granularity) + 1
-        return device.slot_bytes * self.input.smallest_batch * slots
+        return self.input.smallest_batch * (slots * device.slot_bytes + device.row_bytes)
 
     def __rich__(self) -> RenderableType:
         """The plan as tables."""
@@ -173,6 +176,7 @@ def _device_plans(target: PreTrainedModel, draft: PreTrainedModel, budget: Cache
             target_bytes=weights[0].get(device, 0),
             draft_bytes=weights[1].get(device, 0),
             slot_bytes=budget.slot_bytes(caches[device]) if device in caches else 0,
+            row_bytes=budget.row_bytes(caches[device]) if device in caches else 0,
             cache_budget=budget.limits[caches[device]] if device in caches else None,
             free_bytes=free_bytes(device),
         )

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.draft_monitor import DraftMonitor
@@ -39,6 +40,9 @@ SMALLEST_RING = 64
 """Positions whose states are kept, at least."""
 PROJECTED_AT_ONCE = 4096
 """Tokens of prompts whose hidden states are joined at a time: they are copied for that."""
+PROMPT_COPIES = 3
+"""Times that the states of prompts lie in memory while the head stores their pairs: all, the pairs', and those with a
+place for what is no token."""
 
 
 class HeadDrafter(ChainDrafter):
@@ -72,8 +76,7 @@ class HeadDrafter(ChainDrafter):
         """Make a cache and a ring of states for the batch."""
         super().start(call)
         self._longest = call.config.max_draft_length
-        # What a round reads and what the target's pass after it writes must be different places.
-        self._size = max(SMALLEST_RING, 2 * (self._longest + 1))
+        self._size = ring_size(self._longest)
         size = self.model.config.hidden_size
         self._ring = torch.zeros(call.sequences.rows, self._size, size, dtype=self.model.dtype, device=self._device)
         self._rows = torch.arange(call.sequences.rows, device=self._device)[:, None]
@@ -185,8 +188,32 @@ class HeadDrafter(ChainDrafter):
 
     def _align(self, logits: Tensor) -> Tensor:
         """Put logits in the places of their tokens."""
-        ids = self._head.draft_ids
-        if ids is None:
-            return logits
-        everything = logits.new_full((*logits.shape[:-1], self._vocabulary_size), UNKNOWN_TOKEN_LOGIT)
-        return everything.index_copy_(-1, ids, logits)
+        return over_target_vocabulary(self._head, logits, self._vocabulary_size)
+
+
+def ring_size(longest: int) -> int:
+    """Return how many positions' states are kept of each row, where at most `longest` tokens are drafted."""
+    # What a round reads and what the target's pass after it writes must be different places.
+    return max(SMALLEST_RING, 2 * (longest + 1))
+
+
+def ring_bytes(head: DraftHead, longest: int) -> int:
+    """Return the bytes of the states that are kept of each row, where at most `longest` tokens are drafted."""
+    return ring_size(longest) * head.config.hidden_size * head.dtype.itemsize
+
+
+def prompt_state_bytes(head: DraftHead, target: PreTrainedModel) -> tuple[int, int]:
+    """Return the bytes that a prompt's token takes while prompts are read: the target's states, and the head's."""
+    features = len(head.feature_layers) * target.config.get_text_config(decoder=True).hidden_size
+    return features * target.dtype.itemsize, PROMPT_COPIES * head.config.hidden_size * head.dtype.itemsize
+
+
+def over_target_vocabulary(head: DraftHead, logits: Tensor, size: int) -> Tensor:
+    """Put a head's logits in the places of their tokens in the target's vocabulary, `[..., size]`.
+
+    All other tokens get `UNKNOWN_TOKEN_LOGIT`.
+    """
+    if head.draft_ids is None:
+        return logits
+    everything = logits.new_full((*logits.shape[:-1], size), UNKNOWN_TOKEN_LOGIT)
+    return everything.index_copy_(-1, head.draft_ids, logits)

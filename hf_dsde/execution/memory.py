@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 
 def cache_bytes(model: PreTrainedModel, rows: int, slots: int) -> int:
-    """Return the bytes of a model's keys and values.
+    """Return the bytes of a model's keys and values, or of the latent vectors that both are made of.
 
     Args:
         model: Tells layers, key-value heads, their size and the dtype.
@@ -15,9 +15,12 @@ def cache_bytes(model: PreTrainedModel, rows: int, slots: int) -> int:
         slots: Tokens per sequence.
     """
     config = model.config.get_text_config(decoder=True)
+    tokens = config.num_hidden_layers * rows * slots
+    if getattr(config, "kv_lora_rank", None):  # DeepSeek's attention
+        return int(tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * model.dtype.itemsize)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * rows * slots * heads * head_dim * model.dtype.itemsize
+    return int(2 * tokens * heads * head_dim * model.dtype.itemsize)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -144,6 +144,13 @@ def shards(index: Path, naming: Callable[[str], str | None]) -> list[str]:
     return sorted({Path(shard).name for key, shard in places.items() if naming(key) is not None})
 
 
+def weight_names(file: Path) -> list[str]:
+    """Return the names of all weights that one of `WEIGHT_FILES` holds or lists."""
+    if file.suffix == ".json":
+        return list(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
+    return list(_shapes(file))
+
+
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     if file.suffix == ".bin":
         return {key: tuple(tensor.shape) for key, tensor in _load_bin(file).items()}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_dsde.heads.checkpoint import Checkpoint
+from hf_dsde.heads.checkpoint import Checkpoint, standard_name
 from hf_dsde.heads.eagle3 import Eagle3Settings
 
 LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -85,11 +85,19 @@ class Description:
     zero_biases: bool = False
 
 
-def describes_head(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of a head of EAGLE-3; those of EAGLE-1 and 2 look like any Llama's."""
+def describes_head(config: Mapping[str, Any], weights: Callable[[], Iterable[str]]) -> bool:
+    """Whether files are those of a head, and not of a complete model.
+
+    Args:
+        config: What `config.json` says. Those of EAGLE-1 and 2 say what any Llama's does.
+        weights: Gives the names of the weights as they are in the files; asked where the configuration does not tell.
+            Every head has an `fc`, which fuses states with each other or with embeddings; no complete model has one.
+    """
     names = config.get("architectures") or []
     marks = (SPECULATORS_TYPE, "draft_vocab_size", "eagle_config")
-    return any(config.get(mark) is not None for mark in marks) or any("Eagle3" in name for name in names)
+    if any(config.get(mark) is not None for mark in marks) or any("Eagle3" in name for name in names):
+        return True
+    return any(standard_name(key) == "fc.weight" for key in weights())
 
 
 def describe(checkpoint: Checkpoint, target: Target, changes: Mapping[str, Any]) -> Description:

@@ -161,7 +161,7 @@ def test_every_kind_of_head(settings: dict[str, Any], runner: str | None, monkey
     checked_call(monkeypatch, target, head, Watched(4), [1, 5, 9], config=config, max_new_tokens=20)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma3", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma3", "gpt2", "mixtral", "gpt_oss"])
 def test_every_target(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "PROJECTED_AT_ONCE", 5)
     target = endless_model(family)

@@ -80,9 +80,9 @@ def test_every_familys_linear_maps_are_rounded_and_nothing_else(family):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
     for name, weight in before.items():
-        router = name.endswith("mlp.gate.weight")
+        kept = name.endswith(("mlp.gate.weight", "mlp.router.weight", "bias"))
         in_layers = ".layers." in name or ".h." in name
-        is_linear = in_layers and weight.dim() >= 2 and not router
+        is_linear = in_layers and weight.dim() >= 2 and not kept
         assert (name in changed) == is_linear, name
 
 
@@ -93,6 +93,8 @@ def test_inputs_are_grouped_whichever_way_a_weight_lies():
     assert all(len(column.unique()) <= 7 for column in conv.T)
     experts = rounded_copy(tiny_model("mixtral"), 3, 32).model.layers[0].mlp.experts.gate_up_proj
     assert all(len(row.unique()) <= 7 for row in experts.flatten(0, 1))
+    transposed = rounded_copy(tiny_model("gpt_oss"), 3, 32).model.layers[0].mlp.experts.gate_up_proj
+    assert all(len(column.unique()) <= 7 for column in transposed.transpose(1, 2).flatten(0, 1))
 
 
 def test_what_is_not_rounded_shares_the_targets_storage():

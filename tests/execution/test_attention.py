@@ -184,7 +184,7 @@ def test_attention_without_a_mask_is_refused() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_plain_scores_are_reproduced(family: str) -> None:
-    assert attention.reproduces_attention(tiny_model(family)) == (family != "gemma2")
+    assert attention.reproduces_attention(tiny_model(family)) == (family not in {"gemma2", "gpt_oss"})
 
 
 def test_eager_attention_is_kept_where_somebody_asked_for_it() -> None:

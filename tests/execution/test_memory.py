@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from stored import store_texts
-from tiny_models import ragged_batch, random_lengths, tiny_model
+from tiny_models import FAMILIES, ragged_batch, random_lengths, tiny_model
 from tiny_pair import tiny_pair
 
 import hf_dsde
@@ -13,9 +15,24 @@ from hf_dsde.execution import memory
 from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 4,
+}
+"""Of a DeepSeek-V3, whose cache holds latent vectors in place of keys and values."""
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
-def test_predicted_bytes_are_those_of_the_cache_that_is_made(family: str) -> None:
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_predicted_bytes_are_those_of_the_cache_that_is_made(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "deepseek_v3", ("DeepseekV3", LATENT))
     model = tiny_model(family)
     runner = EagerRunner(model, 3, 32, RuntimeOptions())
     tokens = torch.zeros(3, 5, dtype=torch.long)

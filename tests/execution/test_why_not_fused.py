@@ -64,7 +64,7 @@ def test_a_hook_taken_off_again_is_no_reason() -> None:
     assert why_not_fused(copy.deepcopy(model)) is None
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "gpt_neox", "opt", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "gpt_neox", "opt", "phi3", "mixtral", "gpt_oss"])
 def test_other_classes_are_refused(family: str) -> None:
     assert "its class is" in str(why_not_fused(tiny_model(family)))
 

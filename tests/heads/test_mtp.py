@@ -8,8 +8,11 @@ import reference
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_models import ragged_batch
+from tiny_policies import RandomLengths
 from transformers import DynamicCache
 
+import hf_dsde
 from hf_dsde.heads import load_mtp
 from hf_dsde.heads.mtp import FAMILIES
 
@@ -158,6 +161,33 @@ def test_an_mtp_layer_computes_what_the_model_with_that_layer_does(tmp_path, fam
     longer = torch.cat([states[0], torch.from_numpy(own[-1:]).float()])
     logits, _ = expected(family, bigger, outer, longer, torch.cat([following[0], torch.tensor([7])]))
     np.testing.assert_allclose(second.logits[0, 0].numpy(), logits[-1], atol=2e-4, rtol=1e-3)
+
+
+def drafted_for(folder, family):
+    """A call in which the layer drafts for its target, and what the target writes alone."""
+    target, _, _ = checkpoint(folder, family)
+    target = hf_dsde.enable(target.double())
+    inputs = ragged_batch([1, 9, 4])
+    inputs["input_ids"] %= VOCABULARY
+    arguments = {**inputs, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    policy = RandomLengths(4)
+    return target.generate(**arguments), lambda: target.generate(
+        **arguments, assistant_model=load_mtp(folder, target), speculation_policy=policy
+    )
+
+
+@pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mimo"])
+def test_a_layer_drafts_for_its_target(tmp_path, family):
+    plain, call = drafted_for(tmp_path, family)
+    assert torch.equal(call(), plain)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_recurrent_targets_are_refused(tmp_path, family):
+    _, call = drafted_for(tmp_path, family)
+    with pytest.raises(ValueError, match="its recurrent state cannot forget a rejected draft token"):
+        call()
 
 
 def test_weights_are_cast_and_the_biases_of_experts_are_not(tmp_path):

@@ -76,8 +76,8 @@ def test_scoring_never_asks_a_model_for_more_than_a_chunk(tmp_path, monkeypatch)
     sizes = []
     original = scoring.EagerRunner
 
-    def create(*arguments):
-        runner = original(*arguments)
+    def create(*arguments, **options):
+        runner = original(*arguments, **options)
         forward = runner.forward
 
         def spy(block, longest, keep=None):
