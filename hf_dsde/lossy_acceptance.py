@@ -26,9 +26,7 @@ from torch import Tensor
 from hf_dsde import signals
 from hf_dsde.utils.callers import callers_level
 from hf_dsde.utils.checks import check_number
-
-EXACT = "exact"
-"""What results say of acceptance that is not lossy."""
+from hf_dsde.utils.words import EXACT
 
 
 class LossyAcceptanceWarning(UserWarning):

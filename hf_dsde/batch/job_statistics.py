@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hf_dsde.batch.results import RowStatistics
-from hf_dsde.lossy_acceptance import EXACT
 from hf_dsde.measurement.counts import ratio, settle
 from hf_dsde.measurement.rounds import RoundRecord, RoundRecorder
+from hf_dsde.utils.words import EXACT
 
 _COUNTED = 4
 """Per row and round: whether it was active, and tokens drafted, accepted and emitted."""

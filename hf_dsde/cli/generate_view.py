@@ -13,8 +13,8 @@ from rich.text import Text
 from hf_dsde.batch.input_rows import PROMPT_COLUMNS
 from hf_dsde.batch.job_statistics import JobStatistics
 from hf_dsde.batch.results import RowResult
-from hf_dsde.lossy_acceptance import EXACT
 from hf_dsde.measurement.views import number
+from hf_dsde.utils.words import EXACT
 
 
 def result_view(result: RowResult, row: Any, column: str | None) -> RenderableType:

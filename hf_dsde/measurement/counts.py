@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dsde.lossy_acceptance import EXACT
+from hf_dsde.utils.words import EXACT
 
 if TYPE_CHECKING:
     from hf_dsde.measurement.rounds import RoundRecord

@@ -17,7 +17,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hf_dsde.execution.cuda_graphs import RecordingCosts
-from hf_dsde.lossy_acceptance import EXACT
 from hf_dsde.measurement.counts import (
     RoundCounts,
     RowCounts,
@@ -29,6 +28,7 @@ from hf_dsde.measurement.counts import (
 )
 from hf_dsde.measurement.rounds import RoundRecord, RoundRecorder
 from hf_dsde.utils.callers import callers_level
+from hf_dsde.utils.words import EXACT
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from hf_dsde.lossy_acceptance import EXACT
+from hf_dsde.utils.words import EXACT
 
 if TYPE_CHECKING:
     from hf_dsde.measurement.statistics import SpeculationStatistics
