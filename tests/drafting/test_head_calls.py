@@ -261,7 +261,7 @@ def test_a_round_looks_at_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
         output = speculative(target, head, ragged_batch([1, 7, 3]), script, config, max_new_tokens=30)
     noted = dict(looks)
     assert noted.pop("utils/transfers.py::wait") == len(output.speculation_statistics.rounds)
-    assert set(noted) <= {"decoding/sequences.py::__init__", "decoding/loop.py::_begin"}, noted
+    assert set(noted) <= {"decoding/sequences.py::__init__", "decoding/lengths.py::first"}, noted
 
 
 # What does not fit, and what a call leaves.

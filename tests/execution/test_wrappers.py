@@ -84,9 +84,7 @@ class ValueHead(torch.nn.Module):
         self.config = inner.config
 
 
-@pytest.mark.parametrize(
-    "assistant", [ValueHead(tiny_model()), "gpt2", torch.nn.Linear(2, 2)], ids=["value head", "name", "layer"]
-)
+@pytest.mark.parametrize("assistant", [ValueHead(tiny_model()), torch.nn.Linear(2, 2)], ids=["value head", "layer"])
 def test_what_is_no_model_is_refused_when_it_is_handed_over(assistant: Any) -> None:
     expected = f"assistant_model: expected a causal language model of transformers, got {type(assistant).__name__}"
     with pytest.raises(TypeError, match=expected):
@@ -95,6 +93,17 @@ def test_what_is_no_model_is_refused_when_it_is_handed_over(assistant: Any) -> N
         BatchGenerator(model(), tiny_tokenizer(), assistant_model=assistant)
     with pytest.raises(TypeError, match="model: expected a causal language model"):
         BatchGenerator(assistant, tiny_tokenizer(), assistant_model=draft())
+
+
+def test_a_name_that_is_no_drafters_is_refused_with_those_that_are() -> None:
+    for generate in (
+        lambda: hf_dsde.enable(model()).generate(**CALL, assistant_model="gpt2"),
+        lambda: BatchGenerator(model(), tiny_tokenizer(), assistant_model="gpt2"),
+    ):
+        with pytest.raises(ValueError, match=r"`assistant_model` is 'gpt2'.*'suffix'.*load_draft"):
+            generate()
+    with pytest.raises(TypeError, match="model: expected a causal language model"):
+        BatchGenerator("gpt2", tiny_tokenizer(), assistant_model=draft())
 
 
 # Methods that make inputs
