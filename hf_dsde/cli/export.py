@@ -13,9 +13,7 @@ from hf_dsde.hub.folder import export_generate
 
 
 def export_generate_command(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Made if it is not there; other files in it stay.")
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made if it is not there; other files in it stay.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier export.")] = False,
 ) -> None:
     """Write a folder that transformers loads generate with drafts from.

@@ -46,7 +46,9 @@ def export_generate(folder: Path | str, *, overwrite: bool = False) -> list[Path
     }
     present = [name for name in texts if (folder / name).exists()]
     if present and not overwrite:
-        raise FileExistsError(f"{folder} has {', '.join(present)} already. Name another folder, or ask to overwrite.")
+        raise FileExistsError(
+            f"{folder} has {', '.join(present)} already. Name another folder, or pass overwrite=True (--overwrite)."
+        )
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f"hf-dsde cannot be imported, since {error.name} is missing. {INSTALL}") from error
 ''')
 
-README = Template('''---
+README = Template("""---
 license: apache-2.0
 library_name: transformers
 tags:
@@ -84,23 +84,24 @@ In a pipeline these arguments go to the call: `pipe(texts, custom_generate=..., 
 
 Those of `generate`, and:
 
-| argument | what it takes |
-| --- | --- |
-| `assistant_model` | what drafts: a model; the folder or Hub id of a smaller model, or of layers or a head trained for the target, which is loaded at the first call and kept with the target; `"suffix"`, `"sssd"` or `"prompt_lookup"`, which draft out of texts, without a model; a drafter of hf-dsde |
-| `speculation_policy` | chooses the draft lengths: a name (`"dsde"`, which is taken when nothing is said, `"auto"`, `"goodput"`, `"static"`, ...), a policy, or a `SpeculationConfig`. `"dsde"` needs a model that drafts; `"auto"` serves any drafter |
-| `speculation_config` | a `hf_dsde.SpeculationConfig`, for everything else that can be set |
-| `speculation_listeners` | objects that hear of every round |
-| `tokenizer`, `assistant_tokenizer` | for stop strings, and for a draft of another tokenizer |
+- `assistant_model`: what drafts. A model; the folder or Hub id of a smaller model, or of layers or a head trained for the
+  target, which is loaded at the first call and kept with the target; `"suffix"`, `"sssd"` or `"prompt_lookup"`, which
+  draft out of texts, without a model; or a drafter of hf-dsde.
+- `speculation_policy`: chooses the draft lengths. A name (`"dsde"` if nothing is said, `"auto"`, `"goodput"`, `"static"`
+  and others), a policy, or a `SpeculationConfig`. `"dsde"` needs a model that drafts; `"auto"` serves any drafter.
+- `speculation_config`: a `hf_dsde.SpeculationConfig`, for everything else that can be set.
+- `speculation_listeners`: objects that hear of every round.
+- `tokenizer` and `assistant_tokenizer`: for stop strings, and for a draft of another tokenizer.
 
 `prompt_lookup_num_tokens` can stand in for `assistant_model`. Sampling, logits processors, stopping criteria, stop
 strings, streamers and `num_return_sequences` work as in plain `generate`. Beams, encoder-decoders, recurrent layers and
 a cache of your own are refused; leave out `custom_generate` for them.
 
-With `return_dict_in_generate=True` the output has `speculation_statistics`: what was drafted, what was accepted, and how
-long it took. The model is left as it is.
+With `return_dict_in_generate=True` the output has `speculation_statistics`: what was drafted, what was accepted, and
+how long it took. The model is left as it is.
 
 ## Beside a model's weights
 
 In the repository of a model, `from_pretrained(..., trust_remote_code=True)` makes this the model's `generate`, which
 then needs an `assistant_model` in every call.
-''')
+""")

@@ -33,7 +33,7 @@ REPLACED_OPTIONS = {
 }
 """Options of stock assisted generation that decide what a policy decides, and the policy that stands for each."""
 
-PLAIN = "Leave out `speculation_policy` in `model.generate` to decode it the stock way."
+PLAIN = "Leave out `speculation_policy`, or `custom_generate`, in `model.generate` to decode it the stock way."
 
 
 def check_options(generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
