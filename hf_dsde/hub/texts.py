@@ -84,11 +84,12 @@ In a pipeline these arguments go to the call: `pipe(texts, custom_generate=..., 
 
 Those of `generate`, and:
 
-- `assistant_model`: what drafts. A model; the folder or Hub id of a smaller model, or of layers or a head trained for the
-  target, which is loaded at the first call and kept with the target; `"suffix"`, `"sssd"` or `"prompt_lookup"`, which
-  draft out of texts, without a model; or a drafter of hf-dsde.
-- `speculation_policy`: chooses the draft lengths. A name (`"dsde"` if nothing is said, `"auto"`, `"goodput"`, `"static"`
-  and others), a policy, or a `SpeculationConfig`. `"dsde"` needs a model that drafts; `"auto"` serves any drafter.
+- `assistant_model`: what drafts. A model; the folder or Hub id of a smaller model, or of layers or a head trained for
+  the target, which is loaded at the first call and kept with the target; `"suffix"`, `"sssd"` or `"prompt_lookup"`,
+  which draft out of texts, without a model; or a drafter of hf-dsde.
+- `speculation_policy`: chooses the draft lengths. A name (`"dsde"` if nothing is said, `"auto"`, `"goodput"`,
+  `"static"` and others), a policy, or a `SpeculationConfig`. `"dsde"` needs a model that drafts; `"auto"` serves any
+  drafter.
 - `speculation_config`: a `hf_dsde.SpeculationConfig`, for everything else that can be set.
 - `speculation_listeners`: objects that hear of every round.
 - `tokenizer` and `assistant_tokenizer`: for stop strings, and for a draft of another tokenizer.

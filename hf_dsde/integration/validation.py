@@ -51,7 +51,7 @@ def check_options(generation_config: GenerationConfig | None, options: dict[str,
         if options.get(name) is not None:
             _refuse_cache(name, options[name])
     for name, policy in REPLACED_OPTIONS.items():
-        value = options.get(name, getattr(generation_config, name, None))
+        value = options.get(name, compat.chosen_option(generation_config, name))
         if value is not None:
             _refuse(
                 f"{name}={value!r}",
