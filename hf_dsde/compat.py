@@ -57,7 +57,8 @@ def chosen_option(generation_config: GenerationConfig | None, name: str) -> Any:
     if value is None:
         return None
     defaults = GenerationConfig._get_default_generation_params()
-    is_filled = all(getattr(generation_config, other, None) is not None for other in defaults)
+    given = [other for other, default in defaults.items() if default is not None]
+    is_filled = all(getattr(generation_config, other, None) is not None for other in given)
     return None if is_filled and value == defaults.get(name) else value
 
 

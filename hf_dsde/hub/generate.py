@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.utils import GenerateOutput
 
 from hf_dsde import pairs
 from hf_dsde.config import SpeculationConfig
@@ -37,7 +38,9 @@ _loaded: WeakKeyDictionary[PreTrainedModel, _Drafts] = WeakKeyDictionary()
 """Drafts that were named, by their targets, so that a second call need not load them."""
 
 
-def generate(*inputs: Tensor, model: PreTrainedModel, **arguments: Any) -> SpeculativeGenerateOutput | Tensor:
+def generate(
+    *inputs: Tensor, model: PreTrainedModel, **arguments: Any
+) -> SpeculativeGenerateOutput | GenerateOutput | Tensor:
     """Generate with drafts, in a call of `model.generate(custom_generate=FOLDER, trust_remote_code=True)`.
 
     Args:
@@ -57,7 +60,8 @@ def generate(*inputs: Tensor, model: PreTrainedModel, **arguments: Any) -> Specu
         ValueError: If `assistant_model` is a word that names nothing, and as for `generate` of an enabled model.
     """
     if arguments.get("custom_generate") is not None:  # another decoding method, for a model whose `generate` this is
-        return type(model).generate(model, *inputs, **arguments)  # type: ignore[arg-type, return-value]
+        model_class: Any = type(model)
+        return model_class.generate(model, *inputs, **arguments)
     for name in LOADING_ARGUMENTS:
         arguments.pop(name, None)
     if arguments.get("speculation_policy") is None and arguments.get("speculation_config") is None:

@@ -201,7 +201,8 @@ def generate_unenabled(
     Returns:
         What `generate` of an enabled model returns.
     """
-    view = object.__new__(_view_class(type(model)))
+    model_class: Any = type(model)
+    view = object.__new__(_view_class(model_class))
     vars(view).update(vars(model), _hf_dsde_model=model)
     vars(view).pop("generate", None)
     return view.generate(*inputs, **arguments)
