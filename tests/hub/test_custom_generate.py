@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from recorded import NotingCapture
 from small_batch import ARGUMENTS, BATCH, draft, model, plain_text, untouched
-from tiny_calls import QUIET
+from tiny_calls import QUIET, config_of
 from tiny_heads import tiny_head
-from tiny_models import noisy_copy, tiny_model
+from tiny_models import fresh_pair, noisy_copy, tiny_model
 from tiny_text import tiny_tokenizer
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from typer.testing import CliRunner
@@ -112,19 +113,16 @@ def test_the_model_is_left_as_it_is_while_the_call_runs_and_after(call: dict[str
         target.generate(**ARGUMENTS, assistant_model=draft(), speculation_policy="static")
 
 
-def test_what_is_measured_and_kept_goes_by_the_model(call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_dsde.integration import hooks
-
-    decoded: list[PreTrainedModel] = []
-    own = hooks.generate_speculatively
-
-    def noted(target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        decoded.append(target)
-        return own(target, *args, **kwargs)
-
-    monkeypatch.setattr(hooks, "generate_speculatively", noted)
-    untouched().generate(**ARGUMENTS, **call, assistant_model=draft())
-    assert decoded == [untouched()]
+def test_a_second_call_uses_what_the_first_has_recorded(call: dict[str, Any], recording: list[NotingCapture]) -> None:
+    target, helper = fresh_pair()
+    config = config_of(QUIET, policy="static", runner="graph")
+    arguments = {**ARGUMENTS, **call, "assistant_model": helper, "speculation_config": config}
+    first = target.generate(**arguments)
+    recorded = [capture.recorded for capture in recording]
+    assert len(recorded) == 2
+    assert min(recorded) > 0
+    assert torch.equal(target.generate(**arguments), first)
+    assert [capture.recorded for capture in recording] == recorded
 
 
 @pytest.mark.parametrize("way", ["enable", "install"])
