@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
-import sys
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,52 +18,14 @@ from tiny_heads import tiny_head
 from tiny_models import fresh_pair, noisy_copy, tiny_model
 from tiny_text import tiny_tokenizer
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
-from typer.testing import CliRunner
 
 import hf_dsde
-from hf_dsde.cli.main import app
 from hf_dsde.drafting.layer_draft import initialise_draft, save_draft
-from hf_dsde.hub.folder import export_generate
 
 # Rounds without drafts let the loop measure that a tiny draft as large as its target costs too much. It is right.
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
-RUNNER = CliRunner()
-VERSION = importlib.metadata.version
 WIDTH = BATCH["input_ids"].shape[1]
-
-
-@pytest.fixture(autouse=True)
-def module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules are copied to, and imported from, a place of the test's own."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Say which version of the package is installed, None for none."""
-
-    def install(number: str | None) -> None:
-        def version(name: str) -> str:
-            if name != "hf-dsde":
-                return VERSION(name)
-            if number is None:
-                raise importlib.metadata.PackageNotFoundError(name)
-            return number
-
-        monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr("hf_dsde.hub.folder.version", version)
-
-    return install
-
-
-@pytest.fixture
-def call(tmp_path: Path, package: Callable[[str | None], None]) -> dict[str, Any]:
-    """Arguments that name an exported folder."""
-    package("0.1.0")
-    export_generate(tmp_path / "dsde")
-    return {"custom_generate": str(tmp_path / "dsde"), "trust_remote_code": True}
 
 
 def test_a_ragged_batch_gets_the_text_of_plain_generate_and_statistics(call: dict[str, Any]) -> None:
@@ -303,43 +262,6 @@ def test_what_cannot_be_served_is_refused_by_name(
         untouched().generate(**ARGUMENTS, **call, **arguments)
 
 
-def test_a_missing_package_is_named_by_transformers(
-    call: dict[str, Any], package: Callable[[str | None], None]
-) -> None:
-    package(None)
-    with pytest.raises(ImportError, match=r"hf-dsde>=0\.1\.0 \(installed: None\)"):
-        untouched().generate(**ARGUMENTS, **call, assistant_model=draft())
-
-
-@pytest.mark.parametrize("number", ["0.0.9", "0.2.0"])
-def test_a_version_too_old_or_too_new_is_named_by_transformers(
-    call: dict[str, Any], package: Callable[[str | None], None], number: str
-) -> None:
-    package(number)
-    with pytest.raises(ImportError, match=rf"hf-dsde.*\(installed: {number}\)"):
-        untouched().generate(**ARGUMENTS, **call, assistant_model=draft())
-
-
-@pytest.mark.parametrize("number", [None, "0.0.9", "0.2.0"])
-def test_without_requirements_the_file_says_what_to_install(
-    call: dict[str, Any], package: Callable[[str | None], None], number: str | None
-) -> None:
-    """As where transformers cannot fetch the second file."""
-    (Path(call["custom_generate"]) / "custom_generate" / "requirements.txt").unlink()
-    package(number)
-    found = "is not installed" if number is None else f"version {number}"
-    with pytest.raises(ImportError, match=rf'{found}.*pip install "hf-dsde>=0\.1\.0,<0\.2"'):
-        untouched().generate(**ARGUMENTS, **call, assistant_model=draft())
-
-
-def test_a_package_that_cannot_be_imported_says_what_is_missing(
-    call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "hf_dsde.hub.generate", None)
-    with pytest.raises(ImportError, match=r'hf_dsde\.hub\.generate is missing.*pip install "hf-dsde'):
-        untouched().generate(**ARGUMENTS, **call, assistant_model=draft())
-
-
 def test_code_from_the_folder_is_run_by_consent_only(call: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
         untouched().generate(**ARGUMENTS, **{**call, "trust_remote_code": False}, assistant_model=draft())
@@ -380,78 +302,3 @@ def test_a_model_that_came_with_it_heals_tokens_the_stock_way(replaced: Any) -> 
     plain = untouched().generate(**arguments)
     ours = replaced.generate(**arguments, assistant_model=draft(), speculation_policy="static")
     assert ours.tolist() == plain.tolist()
-
-
-# The folder
-
-
-def test_the_command_writes_it_and_says_what_it_wrote(tmp_path: Path) -> None:
-    folder = tmp_path / "dsde"
-    command = ["export-generate", str(folder)]
-    result = RUNNER.invoke(app, command)
-    assert result.exit_code == 0, result.output
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert sorted(result.output.split()) == sorted([*map(str, files), *["written"] * 3])
-    again = RUNNER.invoke(app, command)
-    assert again.exit_code == 2
-    assert "--overwrite" in again.output
-    assert RUNNER.invoke(app, [*command, "--overwrite"]).exit_code == 0
-
-
-def test_the_folder_holds_three_files_and_no_more(tmp_path: Path) -> None:
-    files = export_generate(tmp_path / "a" / "b")
-    assert sorted(files) == sorted(path for path in (tmp_path / "a").rglob("*") if path.is_file())
-    names = {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"}
-    assert {str(path.relative_to(tmp_path / "a" / "b")) for path in files} == names
-
-
-@pytest.mark.parametrize(
-    ("number", "requirements", "install"),
-    [
-        ("0.1.0.dev0", "hf-dsde\nhf-dsde<0.2\n", "hf-dsde>=0.1.0.dev0,<0.2"),
-        ("0.3.2rc1", "hf-dsde\nhf-dsde<0.4\n", "hf-dsde>=0.3.2rc1,<0.4"),
-        ("0.3.2.post1", "hf-dsde>=0.3.2\nhf-dsde<0.4\n", "hf-dsde>=0.3.2.post1,<0.4"),
-        ("1.2.0+local", "hf-dsde>=1.2.0\nhf-dsde<2\n", "hf-dsde>=1.2.0,<2"),
-    ],
-)
-def test_every_kind_of_version_is_accepted_by_what_it_wrote(
-    tmp_path: Path, package: Callable[[str | None], None], number: str, requirements: str, install: str
-) -> None:
-    package(number)
-    export_generate(tmp_path)
-    assert (tmp_path / "custom_generate" / "requirements.txt").read_text() == requirements
-    assert install in (tmp_path / "README.md").read_text()
-    output = untouched().generate(
-        **ARGUMENTS, custom_generate=str(tmp_path), trust_remote_code=True, assistant_model=draft()
-    )
-    assert output.tolist() == plain_text()
-
-
-def test_the_readme_has_the_tag_and_code_that_calls_generate(tmp_path: Path) -> None:
-    export_generate(tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert text.startswith("---\n")
-    assert "  - custom_generate\n" in text.split("---\n")[1]
-    code = text.partition("```python\n")[2].partition("```")[0]
-    compile(code, "README.md", "exec")
-    for name in ("custom_generate=", "trust_remote_code=True", "assistant_model=", "speculation_policy="):
-        assert name in code
-
-
-def test_files_that_are_there_are_not_replaced_unless_asked(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("a model's own")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileExistsError, match=r"README\.md"):
-        export_generate(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json"]
-    assert (tmp_path / "README.md").read_text() == "a model's own"
-    export_generate(tmp_path, overwrite=True)
-    export_generate(tmp_path, overwrite=True)
-    assert (tmp_path / "config.json").read_text() == "{}"
-    assert "custom_generate" in (tmp_path / "README.md").read_text()
-
-
-def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="file is a file"):
-        export_generate(tmp_path / "file")
