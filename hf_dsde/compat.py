@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation import logits_process
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
@@ -46,6 +46,20 @@ def given_cache(model_kwargs: dict[str, Any]) -> Any:
 def is_users_cache(cache: Any) -> bool:
     """Whether a cache that has come through `generate` is the user's, as far as this version of transformers says."""
     return bool(getattr(cache, "_is_user_defined", False))
+
+
+def chosen_option(generation_config: GenerationConfig | None, name: str) -> Any:
+    """Return an option as the user set it in a config, None if it was left alone.
+
+    Pipelines pass on a config in which every option has a value, up to some version; a default tells nothing there.
+    """
+    value = getattr(generation_config, name, None)
+    if value is None:
+        return None
+    defaults = GenerationConfig._get_default_generation_params()
+    given = [other for other, default in defaults.items() if default is not None]
+    is_filled = all(getattr(generation_config, other, None) is not None for other in given)
+    return None if is_filled and value == defaults.get(name) else value
 
 
 def prompt_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:

@@ -95,11 +95,26 @@ def load_pair(
         device_map: Spreads each of them over devices, as `from_pretrained` does.
     """
     target, tokenizer = load_target(model, dtype, device, device_map)
+    return Pair(target, load_assistant(draft, target, dtype, device, device_map), tokenizer)
+
+
+def load_assistant(
+    draft: str, target: PreTrainedModel, dtype: torch.dtype, device: torch.device | str, device_map: str | None = None
+) -> PreTrainedModel:
+    """Load a draft by folder or Hub id for a target that is there.
+
+    Args:
+        draft: As for `load_pair`.
+        target: The target.
+        dtype: Of a complete model; layers and heads take the target's.
+        device: Likewise.
+        device_map: Likewise.
+    """
     if _holds(draft, DESCRIPTION_NAME):
-        return Pair(target, load_draft(draft, target), tokenizer)
+        return load_draft(draft, target)
     if _is_head(draft):
-        return Pair(target, load_head(draft, target), tokenizer)
-    return Pair(target, _load_model(draft, dtype, device, device_map), tokenizer)
+        return load_head(draft, target)
+    return _load_model(draft, dtype, device, device_map)
 
 
 def load_target(

@@ -25,6 +25,7 @@ FLOORS = (
     {"integration"},
     {"smollm2"},
     {"pairs"},
+    {"hub"},
     {"plots", "profiling"},
     {"batch"},
     {"trace"},

@@ -15,6 +15,7 @@ from hf_dsde.cli.bench import bench_command, bench_prompts_command, bench_show_c
 from hf_dsde.cli.demo import run as demo
 from hf_dsde.cli.demo import view as demo_view
 from hf_dsde.cli.demo.prompts import DemoPrompt
+from hf_dsde.cli.export import export_generate_command
 from hf_dsde.cli.generate import generate_command
 from hf_dsde.cli.options import DeviceOption, Dtype, progress
 from hf_dsde.cli.profile import profile_command
@@ -88,6 +89,7 @@ def demo_command(
 app.command("bench")(bench_command)
 app.command("bench-prompts")(bench_prompts_command)
 app.command("bench-show")(bench_show_command)
+app.command("export-generate")(export_generate_command)
 app.command("generate")(generate_command)
 app.command("profile")(profile_command)
 app.command("replay")(replay_command)

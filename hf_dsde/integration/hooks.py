@@ -21,6 +21,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerateOutput
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import release_memory
@@ -184,6 +185,47 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         inner.__class__ = own_class
         release_memory(inner)
     return model
+
+
+def generate_unenabled(
+    model: PreTrainedModel, *inputs: Tensor, **arguments: Any
+) -> SpeculativeGenerateOutput | GenerateOutput | Tensor:
+    """Call `generate` as if the model were enabled, and leave the model as it is, also while the call runs.
+
+    Args:
+        model: The target. If something stands in for its `generate`, such as what `from_pretrained` loaded from a
+            `custom_generate` folder, its class's own is called.
+        *inputs: Positional arguments of `generate`.
+        **arguments: Those of `generate`, with `speculation_policy`, `speculation_config`, `speculation_listeners`.
+
+    Returns:
+        What `generate` of an enabled model returns.
+    """
+    model_class: Any = type(model)
+    view = object.__new__(_view_class(model_class))
+    vars(view).update(vars(model), _hf_dsde_model=model)
+    vars(view).pop("generate", None)
+    return view.generate(*inputs, **arguments)
+
+
+@functools.cache
+def _view_class(model_class: Any) -> Any:
+    """Return a class for objects that `generate` prepares a call with; decoded is with the model in their place.
+
+    Memory, recorded passes and measured costs go by the model's identity, so the loop has to see the model itself.
+    """
+    enabled: Any = model_class if issubclass(model_class, _Enabled) else enabled_class(model_class)
+    names = ("_validate_generation_mode", "_assisted_decoding")
+    methods = {name: _with_model(getattr(enabled, name)) for name in names}
+    return type(enabled.__name__, (enabled,), {**methods, "__module__": enabled.__module__, "__doc__": enabled.__doc__})
+
+
+def _with_model(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def on_model(view: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(view._hf_dsde_model, *args, **kwargs)
+
+    return on_model
 
 
 _originals: dict[str, Callable[..., Any]] = {}

@@ -33,7 +33,7 @@ REPLACED_OPTIONS = {
 }
 """Options of stock assisted generation that decide what a policy decides, and the policy that stands for each."""
 
-PLAIN = "Leave out `speculation_policy` in `model.generate` to decode it the stock way."
+PLAIN = "Leave out `speculation_policy`, or `custom_generate`, in `model.generate` to decode it the stock way."
 
 
 def check_options(generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def check_options(generation_config: GenerationConfig | None, options: dict[str,
         if options.get(name) is not None:
             _refuse_cache(name, options[name])
     for name, policy in REPLACED_OPTIONS.items():
-        value = options.get(name, getattr(generation_config, name, None))
+        value = options.get(name, compat.chosen_option(generation_config, name))
         if value is not None:
             _refuse(
                 f"{name}={value!r}",

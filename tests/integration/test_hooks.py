@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import transformers
 from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from small_batch import ARGUMENTS, BATCH, NEW_TOKENS, draft, model, plain_text, untouched
@@ -320,6 +321,20 @@ def test_a_hook_of_accelerate_goes_on_working() -> None:
 def test_a_dispatched_model_works() -> None:
     target = dispatch_model(hf_dsde.enable(model()), device_map={"": "cpu"}, force_hooks=True)
     assert speculates(target, assistant_model=dispatch_model(copy.deepcopy(draft()), {"": "cpu"}, force_hooks=True))
+
+
+@pytest.mark.parametrize("assistant", ["in the call", "in the pipeline"])
+def test_an_enabled_model_serves_a_pipeline(assistant: str) -> None:
+    """Whose own config names every option of stock assisted generation, in some versions."""
+    arguments = {"tokenizer": tiny_tokenizer(), "model": hf_dsde.enable(model())}
+    prompts, settings = ["abGhHi", "f"], {"do_sample": False, "max_new_tokens": 8, "batch_size": 2}
+    plain = transformers.pipeline("text-generation", **arguments)(prompts, **settings)
+    drafts = {"assistant_model": draft()}
+    in_call, in_pipeline = (drafts, {}) if assistant == "in the call" else ({}, drafts)
+    pipe = transformers.pipeline("text-generation", **arguments, **in_pipeline)
+    assert pipe(prompts, **settings, **in_call, speculation_policy="static") == plain
+    with pytest.raises(ValueError, match="num_assistant_tokens=7"):
+        pipe(prompts, **settings, **in_call, speculation_policy="static", num_assistant_tokens=7)
 
 
 def test_an_enabled_model_serves_datasets_map() -> None:
