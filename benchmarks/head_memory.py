@@ -57,7 +57,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def held() -> tuple[int, int, int]:
     """Bytes of all tensors, objects, and blocks of memory."""
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    # `isinstance` would ask each object for its class, and some of torch warn then.
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     del tensors
     return sum(sizes.values()), len(gc.get_objects()), sys.getallocatedblocks()
