@@ -104,8 +104,9 @@ class DraftLengths:
         """
         policy, provided = self._policy, self._drafter.provides
         self._costs = costs
-        beside_drafts = policy.stops_inside_round or Signal.LOGITS in policy.requires
-        self._device = self._sequences.device if beside_drafts else HOST
+        looks_at_logits = Signal.LOGITS in policy.requires
+        self._device = self._sequences.device if policy.stops_inside_round or looks_at_logits else HOST
+        self._learns_on_host = self._device == HOST and not looks_at_logits
         batch = BatchInfo(
             rows=self._sequences.rows,
             device=self._device,
@@ -152,7 +153,7 @@ class DraftLengths:
             return PendingLengths(plan, limits)
         with self._timed():
             outcome = outcome_of(done, self.requires, times)
-            if self._device == HOST:
+            if self._learns_on_host:
                 return PendingLengths(plan, limits, outcome, [*numbers_of(outcome).values()], unjudged)
             self._policy.observe(outcome)
             return PendingLengths(plan, [*limits, self._policy.draft_lengths()], outcome)
