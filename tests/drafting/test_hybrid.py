@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import hf_dsde
 from hf_dsde.costs import CostModel
 from hf_dsde.decoding import run_ahead
 from hf_dsde.decoding.candidates import CandidateBatch, Sampled
+from hf_dsde.drafting import chain
 from hf_dsde.drafting import hybrid as hybrids
 from hf_dsde.drafting.chain import ChainDrafter
 from hf_dsde.drafting.choice import Choice, Offer
@@ -198,18 +200,34 @@ def test_a_draft_out_of_texts_has_a_longest_length(rounds: list[CandidateBatch])
 
 
 @pytest.mark.usefixtures("chosen_at_random")
-@pytest.mark.parametrize("overlapping", [True, False])
+@pytest.mark.parametrize(("overlapping", "large"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("kind", ["model", "head"])
 def test_a_model_that_sat_out_drafts_as_if_it_had_read_all(
-    kind: str, overlapping: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, overlapping: bool, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it proposes, also with a pass that was begun before, is what it proposes after the whole text."""
+    """What it proposes, also with a pass that was begun before, is what it proposes after the whole text.
+
+    Large batches take in apart what would make the first pass wide.
+    """
     monkeypatch.setattr(run_ahead, "overlaps", lambda device: overlapping)
+    if large:
+        tuning = replace(chain.tuning_of(torch.device("cpu")), wide_pass_tokens=1, long_gap=2)
+        monkeypatch.setattr(chain, "tuning_of", lambda device: tuning)
     target, draft = pair()
     draft = draft if kind == "model" else fitted_head(target)
     inputs = ragged_batch([2, 9, 4, 6])
     sat_out = [0] * 4
     proposed: list[tuple[list[int], list[int], int]] = []
+    stored: list[Sequence[int]] = []
+    kind_of_drafter = HeadDrafter if kind == "head" else ModelDrafter
+    store = kind_of_drafter._store_missing
+
+    def store_missing(self: Any, rows: Sequence[int]) -> bool:
+        if any(self._cached[row] > 0 for row in rows):
+            stored.append(rows)
+        return store(self, rows)
+
+    monkeypatch.setattr(kind_of_drafter, "_store_missing", store_missing)
     original = HybridDrafter.get_candidates
 
     def get_candidates(self: HybridDrafter, sequences: Any, *others: Any) -> CandidateBatch:
@@ -225,6 +243,7 @@ def test_a_model_that_sat_out_drafts_as_if_it_had_read_all(
     text = Knowing(*known(target, inputs, 40)[:3])
     compared(target, [text, draft], inputs, hf_dsde.StaticPolicy(3), CHEAP, max_new_tokens=40)
     assert sum(missed > 0 for _, _, missed in proposed) > 5
+    assert bool(stored) == large
     for known_text, drafted, _ in proposed:
         if kind == "head":
             expected, _ = reference_draft(target, draft, known_text, drafted)
