@@ -163,6 +163,8 @@ class PolicyMethod(Method):
             "emitted": statistics.emitted,
             "tokens_per_round": statistics.block_efficiency,
             "acceptance_rate": statistics.acceptance_rate,
+            "text_drafted": statistics.text_drafted,
+            "text_accepted": statistics.text_accepted,
             "acceptance_by_position": list(statistics.acceptance_by_position),
             "drafted_by_position": list(statistics.drafted_by_position),
             "accepted_by_position": list(statistics.accepted_by_position),

@@ -93,8 +93,8 @@ class DraftLengths:
     @property
     def requires(self) -> frozenset[Signal]:
         """Signals that policy, drafter or a listener ask for; the policy's may change when it starts."""
-        asking = (self._drafter, *self._listeners)
-        return self._policy.requires.union(*(each.requires for each in asking))
+        own = self._policy.requires | self._drafter.requires
+        return own.union(*(listener.requires for listener in self._listeners))
 
     def start(self, costs: LiveCosts | None) -> None:
         """Let the policy begin.
@@ -139,7 +139,7 @@ class DraftLengths:
         """
         with self._timed():
             self._wish = self._policy.draft_lengths().tolist()
-        return self._allotted(active, *(limit.tolist() for limit in self._limits()))
+        return self._allotted(active, *torch.stack(self._limits()).tolist())
 
     def after(self, done: FinishedRound, times: PhaseTimes | None) -> PendingLengths:
         """Return what the device can tell of the next round's lengths; the host has the last word in `settle`.

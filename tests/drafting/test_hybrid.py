@@ -32,6 +32,7 @@ from hf_dsde.drafting.hybrid import HybridDrafter
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.drafting.model import ModelDrafter
+from hf_dsde.measurement.views import numbers
 from hf_dsde.policies import BatchInfo, RoundOutcome, Signal, StoppingPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -178,9 +179,14 @@ def test_a_model_that_is_worth_its_steps_drafts_beside_texts(rounds: list[Candid
     target, draft = pair()
     inputs = ragged_batch(LENGTHS)
     text = Knowing(*known(target, inputs, 40)[:2])
-    compared(target, [text, draft], inputs, hf_dsde.StaticPolicy(2), CHEAP, max_new_tokens=40)
+    output = compared(target, [text, draft], inputs, hf_dsde.StaticPolicy(2), CHEAP, max_new_tokens=40)
     assert {tuple(each.unjudged) for each in rounds if each.steps} >= {(True, True, False, False)}
     assert not any(any(each.unjudged[2:]) for each in rounds)
+    counts = output.speculation_statistics
+    assert counts.text_drafted == sum(row.drafted for row in counts.rows[:2]) > 20
+    assert counts.text_accepted == sum(row.accepted for row in counts.rows[:2]) > 20
+    assert 0 < counts.accepted - counts.text_accepted == sum(row.accepted for row in counts.rows[2:])
+    assert f"{counts.text_drafted}, {counts.text_accepted} of them accepted" in dict(numbers(counts)).values()
 
 
 @pytest.mark.parametrize("overlapping", [True, False])
