@@ -23,6 +23,8 @@ import hf_dsde
 from hf_dsde.costs import CostModel
 from hf_dsde.decoding import run_ahead
 from hf_dsde.decoding.candidates import CandidateBatch, Sampled
+from hf_dsde.decoding.run_ahead import RunAhead
+from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.drafting import chain
 from hf_dsde.drafting import hybrid as hybrids
 from hf_dsde.drafting.chain import ChainDrafter
@@ -285,6 +287,28 @@ def test_a_pass_that_was_begun_is_used_where_texts_drafted_little(kind: str, mon
     compared(target, [text, draft], inputs, hf_dsde.StaticPolicy(2), CHEAP, max_new_tokens=20)
     assert len(used) > 3
     assert used == [False] + [True] * (len(used) - 1)
+
+
+@pytest.mark.usefixtures("chosen_at_random")
+def test_the_pass_that_is_made_ready_is_over_the_drafts_of_both(
+    rounds: list[CandidateBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the host waits to hear whether the model drafts on, the target's pass is made ready for all rows."""
+    expected: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr(StopFlag, "answered", False)
+    monkeypatch.setattr(RunAhead, "expect", lambda _, tokens, lengths, plan: expected.append((tokens, lengths)))
+    target, draft = pair()
+    inputs = ragged_batch(LENGTHS)
+    policy = RandomLengths(5, stop_probability=0.7)
+    compared(target, [Knowing(*known(target, inputs, 40)[:2]), draft], inputs, policy, CHEAP, max_new_tokens=40)
+    ready = [
+        (lengths.tolist(), candidates.lengths.tolist())
+        for candidates in rounds
+        for tokens, lengths in expected
+        if tokens is candidates.tokens and any(candidates.unjudged)
+    ]
+    assert len(ready) > 2
+    assert all(lengths == proposed for lengths, proposed in ready)
 
 
 class Watching(StoppingPolicy):
