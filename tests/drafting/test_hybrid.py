@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,8 +22,9 @@ from torch import Tensor
 
 import hf_dsde
 from hf_dsde.costs import CostModel
-from hf_dsde.decoding import run_ahead
+from hf_dsde.decoding import loop, run_ahead
 from hf_dsde.decoding.candidates import CandidateBatch, Sampled
+from hf_dsde.decoding.plan import RoundKind, RoundPlan, next_plan
 from hf_dsde.decoding.run_ahead import RunAhead
 from hf_dsde.decoding.stop_flag import StopFlag
 from hf_dsde.drafting import chain
@@ -197,6 +199,36 @@ def test_texts_draft_where_the_policy_wants_nothing(overlapping: bool, monkeypat
     target = cycling_model()
     output = compared(target, ["suffix", target], ragged_batch(EIGHT), hf_dsde.StaticPolicy(0), DEAR, max_new_tokens=40)
     assert output.speculation_statistics.block_efficiency > 3
+    assert output.speculation_statistics.draft_steps == 0
+
+
+@pytest.mark.usefixtures("recording")
+def test_what_was_overtaken_is_asked_again(rounds: list[CandidateBatch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After rounds without drafts a plain step has begun when a text has something to offer: it comes a round later,
+    and what the policy wants is still nothing."""
+    monkeypatch.setattr(run_ahead, "overlaps", lambda device: True)
+    turns = itertools.cycle([False, False, False, True, True])
+
+    def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: Any) -> Choice:
+        asked.append(max(offer.tokens for offer in model))
+        offering = [row for row, text in enumerate(texts) if text.tokens] if next(turns) else []
+        return Choice(frozenset(offering[:2]), True)
+
+    def planned(*arguments: Any, **flags: Any) -> RoundPlan:
+        plans.append(next_plan(*arguments, **flags))
+        return plans[-1]
+
+    asked: list[int] = []
+    plans: list[RoundPlan] = []
+    monkeypatch.setattr(hybrids, "choose", choose)
+    monkeypatch.setattr(loop, "next_plan", planned)
+    target, draft = pair()
+    inputs = ragged_batch(LENGTHS)
+    text = Knowing(*known(target, inputs, 60), longest=3)
+    output = compared(target, [text, draft], inputs, hf_dsde.StaticPolicy(0), CHEAP, max_new_tokens=60)
+    assert len(rounds) > 3
+    assert sum(plan.kind is RoundKind.OVERTAKEN for plan in plans) > 3
+    assert set(asked) == {0}
     assert output.speculation_statistics.draft_steps == 0
 
 
