@@ -72,6 +72,14 @@ class Knowing(TextDrafter[Tokens]):
         return Continuation(tokens, float(len(tokens)), end) if tokens else NOTHING
 
 
+class Astray(Knowing):
+    """Proposes tokens that follow from the text's last one and nothing else."""
+
+    def continuation(self, text: Tokens, most: int) -> Continuation:
+        tokens = [(3 * text[-1] + 2 * step) % 5 for step in range(min(most, 4))]
+        return Continuation(tokens, float(len(tokens)), 1)
+
+
 def known(target: Any, inputs: dict[str, Tensor], new_tokens: int, **options: Any) -> list[list[int]]:
     """What a target makes of prompts, without padding."""
     text = plain(target, inputs, max_new_tokens=new_tokens, **options)
@@ -191,6 +199,13 @@ def test_a_model_that_is_worth_its_steps_drafts_beside_texts(rounds: list[Candid
     assert counts.text_accepted == sum(row.accepted for row in counts.rows[:2]) > 20
     assert 0 < counts.accepted - counts.text_accepted == sum(row.accepted for row in counts.rows[2:])
     assert f"{counts.text_drafted}, {counts.text_accepted} of them accepted" in dict(numbers(counts)).values()
+
+
+def test_texts_that_promise_too_much_are_trusted_less(rounds: list[CandidateBatch]) -> None:
+    target, inputs = endless_model(), ragged_batch(LENGTHS)
+    compared(target, [Astray(), target], inputs, hf_dsde.StaticPolicy(3), CHEAP, max_new_tokens=40)
+    assert any(rounds[0].unjudged)
+    assert not any(rounds[-1].unjudged)
 
 
 @pytest.mark.parametrize("overlapping", [True, False])
@@ -434,14 +449,6 @@ def test_the_last_tokens_probability_is_known_of_all_rows() -> None:
                 assert float(outcome.next_probability[row]) == pytest.approx(float(expected), abs=1e-5)
 
 
-class Astray(Knowing):
-    """Proposes tokens that follow from the text's last one and nothing else."""
-
-    def continuation(self, text: Tokens, most: int) -> Continuation:
-        tokens = [(3 * text[-1] + 2 * step) % 5 for step in range(min(most, 4))]
-        return Continuation(tokens, 1.0, 1)
-
-
 def sampled_p_value(**options: Any) -> float:
     """The law of a batch in which both draft, out of texts that know nothing."""
     return law_p_value([Astray(), toy_model(5, seed=1)], rows=2048, **options)
@@ -481,19 +488,24 @@ def test_a_job_of_both_gives_what_each_prompt_gives_alone(
     target, draft = pair()
     prompts = torch.randint(3, VOCABULARY, (9, 5), generator=torch.Generator().manual_seed(0)).tolist()
     texts = [plain(target, {"input_ids": torch.tensor([p])}, max_new_tokens=16)[0].tolist() for p in prompts]
+    notes = Notes()
     for other in (draft, fitted_head(target)):
         generator = hf_dsde.BatchGenerator(
             target,
             tiny_tokenizer(),
-            assistant_model=[other, Knowing(*texts[::2])],
+            assistant_model=[other, Knowing(*texts)],
             speculation_policy="goodput",
             speculation_config=CHEAP,
+            speculation_listeners=[notes],
             batch_size=3,
             max_new_tokens=16,
         )
         results = list(generator.stream(input_rows(prompts), ordered=True))
         assert [result.token_ids for result in results] == [text[5:] for text in texts]
     assert mixed(rounds) > 0
+    copied = [zip(record.accepted, record.out_of_texts, strict=True) for record in notes.events if record.out_of_texts]
+    tokens = sum(accepted for each in copied for accepted, taken in each if taken)
+    assert tokens > 110, "rows that began another text know how it goes on"
 
 
 def test_a_job_is_known_by_both() -> None:
