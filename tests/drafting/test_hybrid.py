@@ -19,6 +19,7 @@ from tiny_policies import RandomLengths
 from tiny_rounds import Notes
 from tiny_text import tiny_tokenizer
 from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_dsde
 from hf_dsde.costs import CostModel
@@ -76,7 +77,7 @@ class Astray(Knowing):
     """Proposes tokens that follow from the text's last one and nothing else."""
 
     def continuation(self, text: Tokens, most: int) -> Continuation:
-        tokens = [(3 * text[-1] + 2 * step) % 5 for step in range(min(most, 4))]
+        tokens = [(3 * text[-1] + 2 * step) % 5 for step in range(min(most, self._longest))]
         return Continuation(tokens, float(len(tokens)), 1)
 
 
@@ -176,6 +177,23 @@ def test_processors_are_shown_the_drafts_of_both(options: dict[str, Any], rounds
     assert kinds(rounds) == ALL_KINDS
 
 
+class EndsByRow(StoppingCriteria):
+    """Ends each row a few tokens after the one before it."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids.shape[1] - max(LENGTHS) >= 8 + 5 * torch.arange(len(input_ids))
+
+
+@pytest.mark.usefixtures("chosen_at_random")
+def test_rows_that_a_criterion_ends_draft_no_more() -> None:
+    """That is known only after their next drafts were chosen."""
+    target, draft = pair()
+    inputs = ragged_batch(LENGTHS)
+    both = [Knowing(*known(target, inputs, 40)), draft]
+    criteria = StoppingCriteriaList([EndsByRow()])
+    compared(target, both, inputs, "static", CHEAP, max_new_tokens=40, stopping_criteria=criteria, pad_token_id=0)
+
+
 def test_no_pass_of_a_model_that_is_not_worth_its_steps(rounds: list[CandidateBatch]) -> None:
     """Whose policy wants two tokens: a text that is almost certain is drafted further."""
     target = cycling_model()
@@ -203,9 +221,10 @@ def test_a_model_that_is_worth_its_steps_drafts_beside_texts(rounds: list[Candid
 
 def test_texts_that_promise_too_much_are_trusted_less(rounds: list[CandidateBatch]) -> None:
     target, inputs = endless_model(), ragged_batch(LENGTHS)
-    compared(target, [Astray(), target], inputs, hf_dsde.StaticPolicy(3), CHEAP, max_new_tokens=40)
-    assert any(rounds[0].unjudged)
-    assert not any(rounds[-1].unjudged)
+    compared(target, [Astray(longest=8), target], inputs, hf_dsde.StaticPolicy(3), CHEAP, max_new_tokens=40)
+    believed = [any(each.unjudged) for each in rounds]
+    assert believed[0]
+    assert not any(believed[4:])
 
 
 @pytest.mark.parametrize("overlapping", [True, False])
@@ -451,7 +470,7 @@ def test_the_last_tokens_probability_is_known_of_all_rows() -> None:
 
 def sampled_p_value(**options: Any) -> float:
     """The law of a batch in which both draft, out of texts that know nothing."""
-    return law_p_value([Astray(), toy_model(5, seed=1)], rows=2048, **options)
+    return law_p_value([Astray(longest=4), toy_model(5, seed=1)], rows=2048, **options)
 
 
 @pytest.mark.usefixtures("chosen_at_random")
