@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from hf_dsde.costs import BatchCosts
@@ -98,6 +99,47 @@ class RunningAcceptance:
 def model_offer(tokens: int, acceptance: float) -> Offer:
     """What a model offers that drafts `tokens`, each accepted with the same probability: `a + a^2 + ... + a^tokens`."""
     return Offer(tokens, sum(acceptance**depth for depth in range(1, tokens + 1)))
+
+
+@lru_cache(4096)
+def survival(tokens: int, tenths: int) -> float:
+    """Return the probability `a` with which a text's tokens stand one after another.
+
+    So that `a + a^2 + ... + a^tokens` is what is expected of them; by bisection, to a thousandth.
+
+    Args:
+        tokens: How many there are.
+        tenths: Tenths of tokens that are expected to stand.
+    """
+    low, high = 0.0, 1.0
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        if middle * (1 - middle**tokens) / (1 - middle) < tenths / 10:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def worthwhile(text: Offer, seconds: Sequence[float]) -> Offer:
+    """Cut a text's draft where its tokens bring less than their columns take.
+
+    A long draft stands to its end less often than its first tokens do, as if each stood with the same probability
+    (`survival`). It is cut to the number of tokens `m` for which `(1 + a + ... + a^m) / seconds[m]` is largest.
+
+    Args:
+        text: All of it.
+        seconds: Of a round in which rows have so many drafted tokens, without draft steps.
+    """
+    a = survival(text.tokens, round(10 * text.gain))
+    expected = stands = best = 1.0
+    rate, length = 1.0 / seconds[0], 0
+    for tokens in range(1, text.tokens + 1):
+        stands *= a
+        expected += stands
+        if expected / seconds[tokens] > rate:
+            rate, length, best = expected / seconds[tokens], tokens, expected
+    return text if length == text.tokens else Offer(length, min(best - 1.0, text.gain))
 
 
 def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: BatchCosts) -> Choice:

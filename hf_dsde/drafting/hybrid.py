@@ -18,7 +18,7 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.drafting.chain import ChainDrafter
-from hf_dsde.drafting.choice import Offer, RunningAcceptance, choose, model_offer
+from hf_dsde.drafting.choice import Offer, RunningAcceptance, choose, model_offer, worthwhile
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.execution.cuda_graphs import RecordingCosts
@@ -29,11 +29,12 @@ from hf_dsde.policies import Signal
 class HybridDrafter(Drafter):
     """In every round each row drafts out of texts or with the model, whichever is expected to bring more.
 
-    A text's draft is as long as the text makes likely, up to `max_draft_length` tokens, whatever the policy says; the
-    policy decides what the model drafts. A text promises `trust * score` tokens of its `n`, and the model
-    `a + a^2 + ... + a^k` of the `k` that the policy lets it draft, with the row's running acceptance `a`.
-    `choice.choose` weighs both against the measured seconds of passes: the columns of the target's pass, and the draft
-    steps, which the rows share. If the rows that are left are not worth the steps, the model sits the round out.
+    A text's draft is as long as the text makes likely and its columns are worth, up to `max_draft_length` tokens,
+    whatever the policy says (`choice.worthwhile`); the policy decides what the model drafts. A text promises
+    `trust * score` tokens, and the model `a + a^2 + ... + a^k` of the `k` that the policy lets it draft, with the row's
+    running acceptance `a`. `choice.choose` weighs both against the measured seconds of passes: the columns of the
+    target's pass, and the draft steps, which the rows share. If the rows that are left are not worth the steps, the
+    model sits the round out.
     A row that drafts out of texts takes part in no draft step; the model reads what it missed when it next drafts.
 
     Policies and listeners see the model's drafts alone: rows with a text's draft are rows that drafted nothing.
@@ -74,13 +75,15 @@ class HybridDrafter(Drafter):
             return wanted
         proposals, trust = self.text.propose(self.call.sequences, most), self.text.trust
         acceptance = self._acceptance.of_rows()
-        choice = choose(
-            [model_offer(wanted[row], acceptance[row]) for row in going_on],
-            [Offer(len(proposals[row].tokens), trust * proposals[row].score) for row in going_on],
-            costs,
-        )
+        longest = max(len(proposal.tokens) for proposal in proposals)
+        seconds = [costs.verify.at(1 + tokens) + costs.overhead for tokens in range(longest + 1)]
+        texts = [Offer(len(proposals[row].tokens), trust * proposals[row].score) for row in going_on]
+        texts = [worthwhile(text, seconds) for text in texts]
+        choice = choose([model_offer(wanted[row], acceptance[row]) for row in going_on], texts, costs)
         for place in choice.texts:
-            self._drafts[going_on[place]] = proposals[going_on[place]]
+            row, (tokens, gain) = going_on[place], texts[place]
+            whole = proposals[row]
+            self._drafts[row] = replace(whole, tokens=whole.tokens[:tokens], score=gain / trust)
         if not choice.model:
             if any(wanted):
                 self._acceptance.forget()

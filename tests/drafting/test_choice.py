@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from hf_dsde.costs import BatchCosts, CostCurve
-from hf_dsde.drafting.choice import Choice, Offer, RunningAcceptance, choose, model_offer
+from hf_dsde.drafting.choice import Choice, Offer, RunningAcceptance, choose, model_offer, survival, worthwhile
 
 
 def costs(draft: float = 0.1, column: float = 0.0, overhead: float = 0.0) -> BatchCosts:
@@ -81,6 +81,29 @@ def test_without_texts_the_policy_decides() -> None:
     assert choose([model_offer(1, 0.01)], [Offer()], costs(9.0)) == Choice(frozenset(), True)
     dear = choose([model_offer(1, 0.01)], [Offer(5, 0.01)], costs(9.0, column=3.0))
     assert dear == Choice(frozenset(), True), "a text that is not worth its columns is as good as none"
+
+
+def test_a_texts_draft_is_cut_where_its_tokens_bring_less_than_they_take() -> None:
+    numbers = random.Random(0)
+    cut = 0
+    for _ in range(200):
+        tokens = numbers.randrange(1, 33)
+        gain = numbers.random() * tokens
+        prices = costs(column=numbers.choice([0.0, 0.05, 0.3, 1.0]), overhead=0.1)
+        seconds = [prices.round_seconds(0) + prices.verify.at(1 + n) - 1.0 for n in range(tokens + 1)]
+        a = survival(tokens, round(10 * gain))
+        assert sum(a**depth for depth in range(1, tokens + 1)) == pytest.approx(gain, abs=0.3)
+        expected = [sum(a**depth for depth in range(n + 1)) for n in range(tokens + 1)]
+        rates = [tokens_of / time for tokens_of, time in zip(expected, seconds, strict=True)]
+        offer = worthwhile(Offer(tokens, gain), seconds)
+        assert rates[offer.tokens] == pytest.approx(max(rates))
+        if offer.tokens == tokens:
+            assert offer.gain == gain
+        else:
+            assert offer.gain == pytest.approx(min(expected[offer.tokens] - 1, gain))
+            cut += 1
+    assert 50 < cut < 150
+    assert worthwhile(Offer(), [1.0]) == Offer()
 
 
 def test_what_a_model_offers() -> None:
