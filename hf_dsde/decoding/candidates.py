@@ -73,6 +73,12 @@ class CandidateBatch:
         return self.tokens.shape[1]
 
     @property
+    def counts(self) -> Sequence[int]:
+        """The lengths on the host, which waits for them if it does not know them."""
+        lengths: Sequence[int] = self.lengths.tolist() if self.host_lengths is None else self.host_lengths
+        return lengths
+
+    @property
     def mask(self) -> Tensor:
         """Where there is a token, `[rows, width]`, bool."""
         return torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]

@@ -211,9 +211,7 @@ class SpeculativeLoop:
         """Process the target's logits, each position with the drafts before it, whoever has made them."""
         if self._process.needs_history:
             self._sequences.write_drafts(candidates.tokens)
-        columns, known = [], candidates.host_lengths
-        if self._process.needs_counts:
-            columns = plan.pass_counts(candidates.lengths.tolist() if known is None else known)
+        columns = plan.pass_counts(candidates.counts) if self._process.needs_counts else []
         return self._process(logits, self._sequences, columns)
 
     def _probes(self, index: int) -> bool:
