@@ -21,7 +21,7 @@ from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution.create_runner import release_memory
 from hf_dsde.execution.torch_modes import lasting
-from hf_dsde.integration.drafters import model_drafter
+from hf_dsde.integration.drafters import model_drafter, model_of
 from hf_dsde.integration.generation import Speculation
 from hf_dsde.integration.loop_builder import build_loop
 
@@ -184,8 +184,9 @@ class BatchEngine:
 
 
 def models_of(target: PreTrainedModel, draft: PreTrainedModel | Drafter) -> list[PreTrainedModel]:
-    """The models that keep caches: the draft is none where a drafter looks at texts alone."""
-    return [target] if isinstance(draft, Drafter) else [target, draft]
+    """The models that keep caches: there is one only where a drafter looks at texts alone."""
+    drafting = model_of(draft)
+    return [target] if drafting is None else [target, drafting]
 
 
 def _sequences(requests: Sequence[Request], scratch: int, device: torch.device) -> SequenceBatch:

@@ -27,6 +27,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from hf_dsde.batch.weights_sample import weights_sample
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding.drafter import Drafter
+from hf_dsde.integration.drafters import model_of
 
 _HASH_DIGITS = 16
 _ABOUT_THE_FILE = ("_name_or_path", "name_or_path", "transformers_version")
@@ -123,9 +124,11 @@ def generator_identity(
 
 def _draft_identity(draft: PreTrainedModel | Drafter | None) -> dict[str, Any] | None:
     """What drafts: a model, or a drafter by its class and settings, but not by what it has seen since."""
+    model = None if draft is None else model_of(draft)
     if isinstance(draft, Drafter):
-        return {"drafter": f"{type(draft).__module__}.{type(draft).__qualname__}", "settings": dict(draft.settings)}
-    return None if draft is None else model_identity(draft)
+        kind = {"drafter": f"{type(draft).__module__}.{type(draft).__qualname__}", "settings": dict(draft.settings)}
+        return kind if model is None else {**kind, "model": model_identity(model)}
+    return None if model is None else model_identity(model)
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from hf_dsde.batch.results import RowResult
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.execution.wrappers import unwrapped
-from hf_dsde.integration.drafters import job_draft
+from hf_dsde.integration.drafters import job_draft, model_of
 from hf_dsde.integration.generation import Speculation
 from hf_dsde.integration.validation import check_models
 from hf_dsde.lossy_acceptance import described, warn_once
@@ -71,7 +71,8 @@ class BatchGenerator(Fingerprinted):
         model: The target, in evaluation.
         tokenizer: Its tokenizer.
         assistant_model: The draft: a model, a head that was made for the target, a `Drafter`, or the name of one that
-            needs no model, such as "suffix". A drafter serves one stream or job at a time.
+            needs no model, such as "suffix", or a list of such a one and a model. A drafter serves one stream or job
+            at a time.
         speculation_policy: A policy's name, a policy, or a `SpeculationConfig`. None takes the policy of
             `speculation_config`, and `auto` where that is None too.
         speculation_config: Every other setting of speculation.
@@ -104,7 +105,7 @@ class BatchGenerator(Fingerprinted):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        assistant_model: PreTrainedModel | Drafter | str,
+        assistant_model: PreTrainedModel | Drafter | str | Sequence[PreTrainedModel | Drafter | str],
         speculation_policy: str | StoppingPolicy | SpeculationConfig | None = None,
         speculation_config: SpeculationConfig | None = None,
         speculation_listeners: Iterable[RoundListener] = (),
@@ -267,7 +268,7 @@ class BatchGenerator(Fingerprinted):
         rows = None if dataset is None else InputRows(dataset, self._request_settings["column"]).share(0, 1, ())
         return plan_memory(
             self._model,
-            self._model if isinstance(self._draft, Drafter) else self._draft,  # one that is there already takes nothing
+            model_of(self._draft) or self._model,  # one that is there already takes nothing
             self._budget(),
             self._batch_size,
             self._speculation.config.max_draft_length,
@@ -285,9 +286,8 @@ class BatchGenerator(Fingerprinted):
             rows: The rows.
             at_hand: Whether none of them has to be waited for, so that they can be encoded many at a time.
         """
-        draft = None if isinstance(self._draft, Drafter) else self._draft
         packed_attention = self._speculation.config.options.packed_attention
-        check_models(self._model, draft, packed_attention)  # also what changed since
+        check_models(self._model, model_of(self._draft), packed_attention)  # also what changed since
         self.statistics = JobStatistics(acceptance=described(self._speculation.config.acceptance))
         engine = BatchEngine(
             self._model,

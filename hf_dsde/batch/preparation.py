@@ -26,6 +26,7 @@ from hf_dsde.batch.requests import Request
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.functions import serves_every_row
 from hf_dsde.integration import validation
+from hf_dsde.integration.drafters import model_of
 
 OWN_ARGUMENTS = {
     "num_return_sequences": "Repeat the row in the data instead.",
@@ -102,7 +103,7 @@ class Preparation:
                 msg = f"{name}={arguments[name]!r} has no meaning for batch inference. {way_out}"
                 raise ValueError(msg)
         validation.check_options(arguments.get("generation_config"), arguments)
-        draft_model = None if isinstance(draft, Drafter) else draft
+        draft_model = model_of(draft)
         validation.check_models(model, draft_model, packed_attention)
         if draft_model is not None:
             validation.check_tokenizers(model, draft_model, tokenizer, arguments.get("assistant_tokenizer"))

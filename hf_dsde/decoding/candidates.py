@@ -51,6 +51,9 @@ class CandidateBatch:
         entropy: Entropy of the raw distributions, `[rows, width]`, float32, nats. None unless required.
         confidence: Probability of each token under the processed scores, `[rows, width]`, float32. None unless
             required.
+        judged: What policies and listeners are shown instead, if not all of it: without the drafts of some rows, whose
+            lengths are 0 there, and perhaps narrower. What this one has no signals of must be left out there.
+        unjudged: Rows that are left out there, on the host.
     """
 
     tokens: Tensor
@@ -61,6 +64,8 @@ class CandidateBatch:
     logits: Tensor | None = None
     entropy: Tensor | None = None
     confidence: Tensor | None = None
+    judged: CandidateBatch | None = None
+    unjudged: Sequence[bool] = ()
 
     @property
     def width(self) -> int:
@@ -68,24 +73,33 @@ class CandidateBatch:
         return self.tokens.shape[1]
 
     @property
+    def counts(self) -> Sequence[int]:
+        """The lengths on the host, which waits for them if it does not know them."""
+        lengths: Sequence[int] = self.lengths.tolist() if self.host_lengths is None else self.host_lengths
+        return lengths
+
+    @property
     def mask(self) -> Tensor:
         """Where there is a token, `[rows, width]`, bool."""
         return torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
 
     @classmethod
-    def of_lists(cls, drafts: Sequence[Sequence[int]], device: torch.device) -> CandidateBatch:
+    def of_lists(
+        cls, drafts: Sequence[Sequence[int]], device: torch.device, steps: int | None = None
+    ) -> CandidateBatch:
         """Return tokens that the host has chosen.
 
         Args:
             drafts: Of each row, any number, also none.
             device: Of the sequences.
+            steps: Of the result; None for one to each column.
         """
         width = max(map(len, drafts))
         padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
         lengths = [*map(len, drafts)]
         flat = upload([*lengths, *(token for draft in padded for token in draft)], device)
         tokens = flat[len(drafts) :].view(len(drafts), width)
-        return cls(tokens, flat[: len(drafts)], host_lengths=lengths, steps=width)
+        return cls(tokens, flat[: len(drafts)], host_lengths=lengths, steps=width if steps is None else steps)
 
     @classmethod
     def nothing(cls, lengths: Tensor, vocabulary_size: int, required: frozenset[Signal]) -> CandidateBatch:

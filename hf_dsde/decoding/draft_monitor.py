@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -40,6 +41,16 @@ class DraftMonitor:
         self._device = device
         self._expect = expect
         self._flag = StopFlag()
+
+    def adding(self, others: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> DraftMonitor:
+        """Return this monitor for who drafts for some rows, while other rows have their drafts already.
+
+        Args:
+            others: Adds them: makes tokens and lengths of all rows of those of some, as `expect` takes them.
+        """
+        monitor = copy.copy(self)
+        monitor._expect = lambda tokens, lengths: self._expect(*others(tokens, lengths))
+        return monitor
 
     @property
     def stops_inside_round(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.costs import BatchCosts
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.plan import RoundPlan
@@ -71,6 +72,8 @@ class Drafter(CandidateGenerator, ABC):
     `input_ids`, and matches per row.
     """
 
+    requires: ClassVar[frozenset[Signal]] = frozenset()
+    """`Signal.COSTS`, if it wants to know in `allot` what passes cost, whatever the policy asks for."""
     provides: ClassVar[frozenset[Signal]] = frozenset()
     """Signals of its distributions that it puts into its candidates when `monitor.signals` asks for them. Whoever
     provides any asks the monitor after each token as well."""
@@ -130,6 +133,22 @@ class Drafter(CandidateGenerator, ABC):
                 first `accepted + 1` belong to its text.
         """
 
+    def read_texts(self, rows: Sequence[int]) -> None:
+        """Look at prompts that the target has just been given: the sequences hold them, and no round is under way."""
+
+    def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:  # noqa: ARG002
+        """Return how much each row drafts next: what the policy wants, or anything else.
+
+        The host knows the texts by then. Of rows that have ended in the meantime, the plan says 0; a round may also be
+        run without any drafts first, and then it is asked again.
+
+        Args:
+            wanted: What the policy wants, within `room`.
+            most: The most tokens of each row; 0 of rows that have finished.
+            costs: What passes cost, if the policy, a listener or `requires` asks for it.
+        """
+        return wanted
+
     def prefill(self, rows: Sequence[int]) -> bool:  # noqa: ARG002 - who reads nothing need not look
         """Read the texts of rows that are about to draft for the first time in their text; return whether any were."""
         return False
@@ -138,7 +157,7 @@ class Drafter(CandidateGenerator, ABC):
         """Learn that these rows have other texts from now on. The sequences still hold those that are over."""
 
     def room(self) -> Tensor | None:
-        """The most tokens each row can draft next, `[rows]`, int64; None when there is no limit."""
+        """The most tokens that the policy can let each row draft next, `[rows]`, int64; None for no limit."""
         return None
 
     def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:  # noqa: ARG002

@@ -40,15 +40,18 @@ class PendingLengths:
 
     Attributes:
         plan: Of the round that is over.
-        vectors: Tokens that each row has a use for, `[rows]`, int64; then what the policy wants, if it has answered.
+        vectors: Tokens that each row has a use for, `[rows]`, int64; how many of them the policy may ask for, likewise;
+            then what the policy wants, if it has answered.
         outcome: What the policy learns from; None if it learns nothing.
         signals: What the host needs of that.
+        unjudged: Rows of whose drafts it learns nothing, as in `CandidateBatch`.
     """
 
     plan: RoundPlan
     vectors: Sequence[Tensor]
     outcome: RoundOutcome | None = None
     signals: Sequence[Tensor] = ()
+    unjudged: Sequence[bool] = ()
 
 
 class DraftLengths:
@@ -84,11 +87,14 @@ class DraftLengths:
         self._sequences = sequences
         self._vocabulary_size = vocabulary_size
         self._config = config
+        self._costs: LiveCosts | None = None
+        self._wish: Sequence[int] = ()  # the policy's, of the next round
 
     @property
     def requires(self) -> frozenset[Signal]:
-        """Signals that the policy or a listener asks for; the policy's may change when it starts."""
-        return self._policy.requires.union(*(listener.requires for listener in self._listeners))
+        """Signals that policy, drafter or a listener ask for; the policy's may change when it starts."""
+        own = self._policy.requires | self._drafter.requires
+        return own.union(*(listener.requires for listener in self._listeners))
 
     def start(self, costs: LiveCosts | None) -> None:
         """Let the policy begin.
@@ -97,8 +103,10 @@ class DraftLengths:
             ValueError: If it or a listener needs to know distributions that the drafter does not have.
         """
         policy, provided = self._policy, self._drafter.provides
-        beside_drafts = policy.stops_inside_round or Signal.LOGITS in policy.requires
-        self._device = self._sequences.device if beside_drafts else HOST
+        self._costs = costs
+        looks_at_logits = Signal.LOGITS in policy.requires
+        self._device = self._sequences.device if policy.stops_inside_round or looks_at_logits else HOST
+        self._learns_on_host = self._device == HOST and not looks_at_logits
         batch = BatchInfo(
             rows=self._sequences.rows,
             device=self._device,
@@ -130,8 +138,8 @@ class DraftLengths:
             active: Rows that take part.
         """
         with self._timed():
-            wish = self._policy.draft_lengths()
-        return self._bounded(wish.tolist(), active, self._most().tolist())
+            self._wish = self._policy.draft_lengths().tolist()
+        return self._allotted(active, *torch.stack(self._limits()).tolist())
 
     def after(self, done: FinishedRound, times: PhaseTimes | None) -> PendingLengths:
         """Return what the device can tell of the next round's lengths; the host has the last word in `settle`.
@@ -140,15 +148,15 @@ class DraftLengths:
             done: The round that is over on the device. The policy learns from it, unless it overtook its wish.
             times: Seconds of the round before.
         """
-        most, plan = self._most(), done.plan
+        limits, plan, unjudged = self._limits(), done.plan, done.candidates.unjudged
         if plan.deferred is not None:
-            return PendingLengths(plan, [most])
+            return PendingLengths(plan, limits)
         with self._timed():
             outcome = outcome_of(done, self.requires, times)
-            if self._device == HOST:
-                return PendingLengths(plan, [most], outcome, [*numbers_of(outcome).values()])
+            if self._learns_on_host:
+                return PendingLengths(plan, limits, outcome, [*numbers_of(outcome).values()], unjudged)
             self._policy.observe(outcome)
-            return PendingLengths(plan, [most, self._policy.draft_lengths()], outcome)
+            return PendingLengths(plan, [*limits, self._policy.draft_lengths()], outcome)
 
     def settle(self, pending: PendingLengths, fetched: Fetched) -> list[int]:
         """Return the lengths of the next round.
@@ -157,17 +165,16 @@ class DraftLengths:
             pending: What `after` has returned.
             fetched: What the host has been told of it and of the round.
         """
-        most, *answer = fetched.lengths
+        most, room, *answer = fetched.lengths
         with self._timed():
-            if pending.plan.deferred is not None:
-                wish = list(pending.plan.deferred)
-            elif answer:
-                (wish,) = answer
-            else:
+            if answer:
+                (self._wish,) = answer
+            elif pending.plan.deferred is None:
                 assert pending.outcome is not None
-                self._policy.observe(fetched_outcome(pending.outcome, pending.plan.active_rows, fetched))
-                wish = self._policy.draft_lengths().tolist()
-            return self._bounded(wish, fetched.going_on, most)
+                active, unjudged = pending.plan.active_rows, pending.unjudged
+                self._policy.observe(fetched_outcome(pending.outcome, active, unjudged, fetched))
+                self._wish = self._policy.draft_lengths().tolist()
+        return self._allotted(fetched.going_on, most, room)
 
     def monitor(self, expect: Expect) -> DraftMonitor:
         """Return what a drafter asks in one round."""
@@ -198,10 +205,14 @@ class DraftLengths:
         finally:
             self._seconds += time.perf_counter() - started
 
-    def _most(self) -> Tensor:
-        """Draft tokens that each row has a use for, `[rows]`, int64: the bonus token is one of those it may emit."""
+    def _limits(self) -> list[Tensor]:
+        """Draft tokens that each row has a use for, and those that the policy may ask for, each `[rows]`, int64."""
+        # The bonus token is one of those that a row may emit.
         most, room = (self._sequences.remaining - 1).clamp_min(0), self._drafter.room()
-        return most if room is None else torch.minimum(most, room)
+        return [most, most if room is None else torch.minimum(most, room)]
 
-    def _bounded(self, wish: Sequence[int], active: Sequence[bool], most: Sequence[int]) -> list[int]:
-        return usable_lengths(wish, active, most, self._config.max_draft_length, fill=self._config.fill_to_batch)
+    def _allotted(self, active: Sequence[bool], most: Sequence[int], room: Sequence[int]) -> list[int]:
+        longest = self._config.max_draft_length
+        wanted = usable_lengths(self._wish, active, room, longest, fill=self._config.fill_to_batch)
+        bounds = usable_lengths(most, active, most, longest, fill=False)
+        return self._drafter.allot(wanted, bounds, None if self._costs is None else self._costs.current)

@@ -163,7 +163,7 @@ class SpeculativeLoop:
         passed = ahead.run_target(candidates, plan)
         self._log.flush()
         logits = passed.logits.to(sequences.device)
-        scores = self._process(logits, sequences, self._columns(candidates, plan))
+        scores = self._scores(logits, candidates, plan)
         verified = verify(scores, candidates, do_sample=self._do_sample, acceptance=self._config.acceptance)
         self._clock.mark()
         new_tokens = verified.with_next_token(candidates.tokens)
@@ -208,12 +208,12 @@ class SpeculativeLoop:
             return self._drafter.get_candidates(self._sequences, plan, monitor)
         return CandidateBatch.nothing(plan.lengths, self._vocabulary_size, self._lengths.requires)
 
-    def _columns(self, candidates: CandidateBatch, plan: RoundPlan) -> list[int]:
-        """Return how many columns of each row matter, if a logits processor is called position by position."""
-        if not self._process.needs_counts:
-            return []
-        known = candidates.host_lengths
-        return plan.pass_counts(candidates.lengths.tolist() if known is None else known)
+    def _scores(self, logits: Tensor, candidates: CandidateBatch, plan: RoundPlan) -> Tensor:
+        """Process the target's logits, each position with the drafts before it, whoever has made them."""
+        if self._process.needs_history:
+            self._sequences.write_drafts(candidates.tokens)
+        columns = plan.pass_counts(candidates.counts) if self._process.needs_counts else []
+        return self._process(logits, self._sequences, columns)
 
     def _probes(self, index: int) -> bool:
         """Whether this round measures a plain step."""
@@ -229,13 +229,12 @@ class SpeculativeLoop:
         """Plan the round after `previous` with what the policy wants, after rows that have ended have left."""
         going_on = [not finished for finished in self._stopping.finished()]
         self._drop_finished_rows(going_on)
-        index = 0 if previous is None else previous.index + 1
         return next_plan(
             previous,
             length_counts,
             going_on,
             self._sequences.device,
-            probes=self._probes(index),
+            probes=self._probes(0 if previous is None else previous.index + 1),
             plain_begun=self._ahead.plain_begun,
         )
 

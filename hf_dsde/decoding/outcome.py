@@ -67,17 +67,24 @@ def numbers_of(outcome: RoundOutcome) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def fetched_outcome(outcome: RoundOutcome, active: Sequence[bool], fetched: Fetched) -> RoundOutcome:
+def fetched_outcome(
+    outcome: RoundOutcome, active: Sequence[bool], unjudged: Sequence[bool], fetched: Fetched
+) -> RoundOutcome:
     """Return an outcome with its numbers on the host, and no distributions.
 
     Args:
         outcome: On the device.
         active: Rows that took part.
+        unjudged: As in `CandidateBatch`.
         fetched: The numbers.
     """
+    drafted, accepted = torch.tensor(fetched.drafted), torch.tensor(fetched.accepted)
+    if unjudged:
+        left_out = torch.tensor(unjudged)
+        drafted, accepted = drafted.masked_fill(left_out, 0), accepted.masked_fill(left_out, 0)
     return RoundOutcome(
-        drafted=torch.tensor(fetched.drafted),
-        accepted=torch.tensor(fetched.accepted),
+        drafted=drafted,
+        accepted=accepted,
         active=torch.tensor(active),
         timings=outcome.timings,
         **dict(zip(numbers_of(outcome), fetched.numbers, strict=True)),
@@ -92,7 +99,10 @@ def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTim
         required: The signals.
         times: Seconds of the round before, if there was one.
     """
-    candidates = done.candidates
+    candidates, accepted = done.candidates, done.verified.accepted
+    if candidates.judged is not None:
+        candidates = candidates.judged
+        accepted = torch.where(candidates.lengths > 0, accepted, 0)
     by_name: dict[str, Tensor] = {}
     if candidates.logits is not None:
         target_logits, draft_logits = done.logits[:, : candidates.width], candidates.logits
@@ -103,7 +113,7 @@ def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTim
         if Signal.LOGITS in required:
             by_name |= {"tokens": candidates.tokens, "draft_logits": draft_logits, "target_logits": target_logits}
     if Signal.ACCEPTANCE in required:
-        by_name["acceptance"] = _acceptance(done)
+        by_name["acceptance"] = _acceptance(done, candidates)
     if Signal.NEXT_TOKEN in required:
         row = torch.arange(len(done.logits), device=done.logits.device)
         log_probabilities = done.logits[row, done.verified.accepted].log_softmax(dim=-1)
@@ -111,7 +121,7 @@ def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTim
         by_name["next_entropy"] = signals.entropy_of_(log_probabilities)
     return RoundOutcome(
         drafted=candidates.lengths,
-        accepted=done.verified.accepted,
+        accepted=accepted,
         active=done.plan.active,
         entropy=candidates.entropy,
         confidence=candidates.confidence,
@@ -120,9 +130,8 @@ def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTim
     )
 
 
-def _acceptance(done: FinishedRound) -> Tensor:
+def _acceptance(done: FinishedRound, candidates: CandidateBatch) -> Tensor:
     """Probability that the target accepts at each tested position, `[rows, width]`, float32: 0 or 1 without chance."""
-    candidates = done.candidates
     if not done.by_chance:
         position = torch.arange(candidates.width, device=candidates.tokens.device)
         return (position < done.verified.accepted[:, None]).float()

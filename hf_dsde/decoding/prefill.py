@@ -52,6 +52,7 @@ class Prefill:
         hidden = self._target.store(spans, self._sequences.tokens_at(spans))
         if hidden:
             self._drafter.read_states(spans, hidden)
+        self._drafter.read_texts([span.row for span in spans])
 
     def read_draft(self, plan: RoundPlan, *, wait: bool) -> None:
         """Let the drafter read the texts of rows that draft for the first time. Without drafts it reads none.

@@ -80,6 +80,7 @@ class RoundLog:
             index=done.plan.index,
             resumed=done.plan.resumes,
             outcome=outcome,
+            out_of_texts=done.candidates.unjudged,
         )
         self._passes_before = recorded
         if not self._overlaps:

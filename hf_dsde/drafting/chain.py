@@ -93,9 +93,13 @@ class ChainDrafter(Drafter):
 
     Args:
         model: The draft.
+
+    Attributes:
+        others_width: The longest draft that rows have in this round from somebody else.
     """
 
     provides = DRAFT_SIGNALS
+    others_width = 0
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -303,7 +307,8 @@ class ChainDrafter(Drafter):
         fits = self._context is None or longest <= self._context
         if self._device != self.call.sequences.device or not fits or not self._caught_up:
             return None
-        width = self._staged_width()
+        # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
+        width = max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
         self._staged = self._runner.stage(_only(self._text_block(width), going_on), longest, keep=1)
         return StagedStep(partial(self._feed_staged, width), beside=self._runner.replays)
 

@@ -152,9 +152,10 @@ class HeadDrafter(ChainDrafter):
         """What was fed with the target's states."""
         return length
 
-    def _fits_first_pass(self, width: int) -> bool:  # noqa: ARG002
-        """Always: the ring holds no more than one pass takes, and a further one costs more than padding."""
-        return True
+    def _fits_first_pass(self, width: int) -> bool:
+        """As far as proposals reach, and in small batches: there, a further pass costs more than padding."""
+        tokens = len(self._runner.live_rows) * self._runner.padded_width(width)
+        return width <= self._staged_width() or tokens <= self._tuning.wide_pass_tokens
 
     def _staged_width(self) -> int:
         return self._proposed + 1

@@ -19,9 +19,11 @@ from transformers.generation.candidate_generator import (
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.drafting.chain import ChainDrafter
 from hf_dsde.drafting.head import HeadDrafter
+from hf_dsde.drafting.hybrid import HybridDrafter
 from hf_dsde.drafting.lookup.prompt_lookup import NGRAM_SIZE, PromptLookupDrafter
 from hf_dsde.drafting.lookup.sssd import SSSDDrafter
 from hf_dsde.drafting.lookup.suffix import SuffixDrafter
+from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.drafting.per_row import PerRowDrafter
 from hf_dsde.execution.wrappers import unwrapped
@@ -30,10 +32,10 @@ from hf_dsde.integration.heads import is_head
 from hf_dsde.measurement.statistics import SpeculationWarning
 from hf_dsde.utils.checks import check_choice
 
-Assistant = PreTrainedModel | Drafter | CandidateGenerator | str | None
+Assistant = PreTrainedModel | Drafter | CandidateGenerator | str | Sequence[PreTrainedModel | Drafter | str] | None
 """What `assistant_model` takes: a model, a head made for the target, a drafter, the name of one that needs no model, a
-generator of transformers or of the user's; None where the generation config asks for prompt lookup, or for the target's
-own layers for multi-token prediction."""
+list of a drafter out of texts and a model, a generator of transformers or of the user's; None where the generation
+config asks for prompt lookup, or for the target's own layers for multi-token prediction."""
 
 NAMED_DRAFTERS: Mapping[str, Callable[[], Drafter]] = {
     "prompt_lookup": PromptLookupDrafter,
@@ -58,12 +60,40 @@ def job_draft(assistant: Any) -> PreTrainedModel | Drafter:
 
     Raises:
         TypeError: If it is something else.
-        ValueError: If it is a name that no drafter has.
+        ValueError: If it is a name that no drafter has, or a list of other than a drafter out of texts and a model.
     """
     if isinstance(assistant, str):
         check_name(assistant)
         return NAMED_DRAFTERS[assistant]()
+    if isinstance(assistant, (list, tuple)):
+        return _hybrid(assistant)
     return assistant if isinstance(assistant, Drafter) else unwrapped("assistant_model", assistant)
+
+
+def _hybrid(assistants: Sequence[Any]) -> HybridDrafter:
+    """Return what drafts with two together, in whichever order they are named."""
+    drafts = [job_draft(each) for each in assistants]
+    drafters = [each if isinstance(each, Drafter) else model_drafter(each) for each in drafts]
+    texts = [each for each in drafters if isinstance(each, TextDrafter)]
+    models = [each for each in drafters if isinstance(each, ChainDrafter)]
+    if len(drafters) == 2 and len(texts) == len(models) == 1:
+        return HybridDrafter(texts[0], models[0])
+    names = ", ".join(each if isinstance(each, str) else type(each).__name__ for each in assistants)
+    msg = (
+        f"assistant_model=[{names}]: two draft together if one of them drafts out of texts "
+        f"({', '.join(map(repr, NAMED_DRAFTERS))}, or such a drafter) and the other is a model or a head. Pass one of "
+        "each, or one drafter alone."
+    )
+    raise ValueError(msg)
+
+
+def model_of(draft: PreTrainedModel | Drafter) -> PreTrainedModel | None:
+    """Return the model that drafts; None where a drafter has none, or runs it by itself."""
+    if isinstance(draft, HybridDrafter):
+        draft = draft.model
+    if isinstance(draft, ChainDrafter):
+        return draft.model
+    return None if isinstance(draft, Drafter) else draft
 
 
 def drafter_for(
@@ -85,7 +115,7 @@ def drafter_for(
         assistant_tokenizer: The draft's tokenizer, likewise. If both are there and their vocabularies differ, drafts
             are translated through their text, row by row.
     """
-    if isinstance(assistant, (Drafter, str)):
+    if isinstance(assistant, (Drafter, str, list, tuple)):
         drafter = job_draft(assistant)
         assert isinstance(drafter, Drafter)
         return drafter

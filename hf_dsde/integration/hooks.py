@@ -277,7 +277,8 @@ def generate(
         logits_processor: As `generate` prepared them.
         stopping_criteria: As `generate` prepared them.
         generation_config: As `generate` prepared it.
-        assistant_model: The draft: a model, a head made for the target, a `Drafter`, or any `CandidateGenerator`.
+        assistant_model: The draft: a model, a head made for the target, a `Drafter`, any `CandidateGenerator`, or a
+            list of a drafter out of texts and a model.
         speculation_policy: A name, a policy, or a `SpeculationConfig`; "dsde" when neither this nor
             `speculation_config` is given.
         speculation_config: Everything else that can be set.

@@ -12,6 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_dsde import compat
+from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.state import refuse_known
 from hf_dsde.execution import attention, wrappers
 from hf_dsde.integration import drafters, vocabularies
@@ -142,23 +143,27 @@ def check_assistant(
 
     Args:
         target: The target.
-        assistant: A model, any candidate generator, the name of a drafter, or None for prompt lookup.
+        assistant: A model, any candidate generator, the name of a drafter, a list of two, or None for prompt lookup.
         tokenizer: The target's tokenizer, if it was given.
         assistant_tokenizer: The draft's, likewise. Where both are given, drafts of another vocabulary are translated.
         packed_attention: As for `check_models`.
 
     Raises:
         TypeError: If the assistant is none of these.
-        ValueError: As for `check_models` and `check_tokenizers`, and for names that no drafter has.
+        ValueError: As for `check_models` and `check_tokenizers`, for names that no drafter has, and for two that do not
+            draft together.
     """
-    if isinstance(assistant, str):
-        drafters.check_name(assistant)
-    if assistant is None or isinstance(assistant, (CandidateGenerator, str)):
-        check_models(target, None, packed_attention)
-        return
-    draft = wrappers.unwrapped("assistant_model", assistant)
+    drafts_alone = not isinstance(assistant, (list, tuple))
+    if isinstance(assistant, (str, list, tuple)):
+        assistant = drafters.job_draft(assistant)
+    if isinstance(assistant, Drafter):
+        draft = drafters.model_of(assistant)
+    elif assistant is None or isinstance(assistant, CandidateGenerator):
+        draft = None
+    else:
+        draft = wrappers.unwrapped("assistant_model", assistant)
     check_models(target, draft, packed_attention)
-    if tokenizer is None or assistant_tokenizer is None:
+    if draft is not None and not (drafts_alone and tokenizer is not None and assistant_tokenizer is not None):
         check_tokenizers(target, draft, tokenizer, assistant_tokenizer)
 
 

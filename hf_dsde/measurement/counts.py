@@ -42,6 +42,8 @@ class RoundCounts:
         verify_seconds: Seconds spent in the target's pass and in judging its result.
         bookkeeping_seconds: Seconds spent on everything else.
         policy_seconds: What the policy took of these, on the host.
+        text_drafted: Those of `drafted` that came out of texts beside a model.
+        text_accepted: Those of `accepted` that did.
     """
 
     active: int
@@ -61,6 +63,8 @@ class RoundCounts:
     policy_seconds: float = 0.0
     packed_tokens: int | None = None
     recorded_passes: int = 0
+    text_drafted: int = 0
+    text_accepted: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -124,6 +128,16 @@ class SpeculationCounts:
     def accepted(self) -> int:
         """Draft tokens that became part of a text."""
         return sum(row.accepted for row in self.rows)
+
+    @property
+    def text_drafted(self) -> int:
+        """Those of `drafted` that came out of texts, where a model drafts beside them."""
+        return sum(r.text_drafted for r in self.rounds)
+
+    @property
+    def text_accepted(self) -> int:
+        """Those of `accepted` that did."""
+        return sum(r.text_accepted for r in self.rounds)
 
     @property
     def emitted(self) -> int:
@@ -217,8 +231,8 @@ def settle_all(rounds: Sequence[RoundRecord], output_lengths: Sequence[int]) -> 
     return counts * counted[..., None]
 
 
-def count_round(entry: RoundRecord, total: RowCounts, rows: int) -> RoundCounts:
-    """One round from what `settle` left of it, the sum over all `rows`."""
+def count_round(entry: RoundRecord, total: RowCounts, texts: RowCounts, rows: int) -> RoundCounts:
+    """One round from what `settle` left of it: the sum over all `rows`, and over those that drafted out of texts."""
     real_columns = total.rounds + total.drafted + total.past_end
     if entry.packed_tokens is None:
         padding = total.rounds * entry.pass_width - real_columns
@@ -243,6 +257,8 @@ def count_round(entry: RoundRecord, total: RowCounts, rows: int) -> RoundCounts:
         policy_seconds=entry.times.policy,
         packed_tokens=entry.packed_tokens,
         recorded_passes=entry.recorded_passes,
+        text_drafted=texts.drafted,
+        text_accepted=texts.accepted,
     )
 
 

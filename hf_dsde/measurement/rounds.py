@@ -30,6 +30,7 @@ class RoundRecord:
         resumed: Whether the draft first had to read tokens of several rounds.
         outcome: What the policy learnt from, on the device, with the signals that listeners require. None if a plain
             step overtook the policy's wish for drafts.
+        out_of_texts: Rows whose drafts are out of texts, where a model drafts for others; empty where there are none.
     """
 
     drafted: Sequence[int]
@@ -45,6 +46,7 @@ class RoundRecord:
     index: int = 0
     resumed: bool = False
     outcome: RoundOutcome | None = None
+    out_of_texts: Sequence[bool] = ()
 
     @property
     def charged_width(self) -> int:

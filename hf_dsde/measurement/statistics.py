@@ -16,6 +16,9 @@ from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.measurement.counts import (
     RoundCounts,
@@ -294,8 +297,8 @@ class StatisticsRecorder(RoundRecorder):
             acceptance=self.acceptance,
             rows=tuple(RowCounts(*counts) for counts in settled.sum(axis=0).tolist()),
             rounds=tuple(
-                count_round(entry, RowCounts(*counts), self.rows)
-                for entry, counts in zip(self._rounds, settled.sum(axis=1).tolist(), strict=True)
+                count_round(entry, _total(counts), _total(counts[_rows_of(entry)]), self.rows)
+                for entry, counts in zip(self._rounds, settled, strict=True)
             ),
             drafted_by_position=blocks_beyond(settled[..., _DRAFTED]),
             accepted_by_position=blocks_beyond(settled[..., _ACCEPTED], int(settled[..., _DRAFTED].max(initial=0))),
@@ -307,12 +310,23 @@ class StatisticsRecorder(RoundRecorder):
         )
 
 
+def _total(counts: NDArray[np.int64]) -> RowCounts:
+    return RowCounts(*counts.sum(axis=0).tolist())
+
+
+def _rows_of(entry: RoundRecord) -> list[int]:
+    """Rows that drafted out of texts."""
+    return [row for row, copied in enumerate(entry.out_of_texts) if copied]
+
+
 _DRAFTED, _ACCEPTED = (list(RowCounts.__dataclass_fields__).index(name) for name in ("drafted", "accepted"))
 _COUNTS = (
     "emitted",
     "drafted",
     "past_end",
     "accepted",
+    "text_drafted",
+    "text_accepted",
     "row_rounds",
     "draft_steps",
     "padding",

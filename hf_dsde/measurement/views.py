@@ -51,6 +51,7 @@ def _sections(statistics: SpeculationStatistics) -> Iterator[tuple[str, list[tup
 def numbers(statistics: SpeculationStatistics) -> list[tuple[str, str]]:
     """Name and value of each number worth a line."""
     columns = sum(len(statistics.rows) * r.pass_width for r in statistics.rounds)
+    texts = f"{statistics.text_drafted}, {statistics.text_accepted} of them accepted"
     return [
         *([] if statistics.acceptance == EXACT else [("acceptance", statistics.acceptance)]),
         ("rows", str(len(statistics.rows))),
@@ -63,6 +64,7 @@ def numbers(statistics: SpeculationStatistics) -> list[tuple[str, str]]:
             "drafted",
             f"{statistics.drafted + statistics.past_end}, wasted {number(statistics.draft_waste, '.1%')}",
         ),
+        *([("of them out of texts", texts)] if statistics.text_drafted else []),
         ("draft steps", str(statistics.draft_steps)),
         ("padding columns", number(statistics.padding / columns if columns else math.nan, ".1%")),
         ("idle columns", number(statistics.idle / columns if columns else math.nan, ".1%")),

@@ -22,6 +22,7 @@ from hf_dsde.batch.progress import JobProgress
 from hf_dsde.cli import generate as batch_cli
 from hf_dsde.cli import main as cli
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.drafting.hybrid import HybridDrafter
 
 RUNNER = CliRunner()
 PROMPTS = ["abc", "fedcba", "d", "bcdbcd", "ee"]
@@ -303,6 +304,27 @@ def test_both_names_of_the_draft_load_the_named_pair(tiny):
         result = run("--prompt", "abc", "--model", "org/target", option, "org/draft")
         assert result.exit_code == 0, result.output
         assert tiny[-1] == ("org/target", "org/draft", torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("drafts", [("suffix", "org/draft"), ("org/draft", "suffix")])
+def test_a_drafter_out_of_texts_drafts_beside_the_named_draft(tiny, monkeypatch, prompts, tmp_path, expected, drafts):
+    started, start = [], HybridDrafter.start
+    monkeypatch.setattr(HybridDrafter, "start", lambda self, call: started.append(start(self, call)))
+    output = tmp_path / "out.jsonl"
+    named = [part for draft in drafts for part in ("--draft", draft)]
+    result = run(prompts, "--model", "org/target", *named, "--output", output, "--ordered")
+    assert result.exit_code == 0, result.output
+    assert tiny[-1][:2] == ("org/target", "org/draft")
+    assert [r.text for r in read_results(output)] == expected["asked"]
+    assert started
+
+
+@pytest.mark.parametrize("drafts", [("suffix", "sssd"), ("org/draft", "org/other"), ("suffix", "org/a", "org/b")])
+def test_more_than_two_of_a_kind_are_refused(tiny, drafts):
+    result = run("--prompt", "abc", "--model", "org/target", *(part for draft in drafts for part in ("--draft", draft)))
+    assert result.exit_code == 2
+    assert "names more than one of a kind" in " ".join(result.output.split())
+    assert not tiny
 
 
 def test_each_process_takes_its_own_gpu_and_needs_a_file(tiny, prompts, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from tiny_pair import PROMPTS, tiny_pair
 
 from hf_dsde.bench import baselines
 from hf_dsde.bench.baselines import BASELINES, forget_static_cache, parse_baseline
-from hf_dsde.bench.methods import PolicyMethod, Request, pad_token, parse_policy
+from hf_dsde.bench.methods import PolicyMethod, Request, names_runner, pad_token, parse_policy
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.decoding import cost_measurement
 from hf_dsde.execution.options import RuntimeOptions
@@ -132,6 +132,38 @@ def test_short_forms_of_policies(text, name, expected):
     assert method.settings.items() >= expected.items()
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "drafters", "runner"),
+    [
+        ("static:8", "static:8", ("draft",), None),
+        ("static:8@draft", "static:8", ("draft",), None),
+        ("static:8@suffix", "static:8@suffix", ("suffix",), None),
+        ("goodput+cap@sssd+draft", "goodput+cap@sssd+draft", ("sssd", "draft"), None),
+        ("static:8@eager@draft+suffix", "static:8@draft+suffix@eager", ("draft", "suffix"), "eager"),
+        ("static:2+fill@prompt_lookup@graph", "static:2+fill@prompt_lookup@graph", ("prompt_lookup",), "graph"),
+    ],
+)
+def test_short_forms_name_who_drafts(text, name, drafters, runner):
+    method = parse_policy(text)
+    assert (method.name, method.drafters, method.config.runner) == (name, drafters, runner)
+    assert method.settings["drafters"] == list(drafters)
+    assert names_runner(text) == (runner is not None)
+    assert parse_policy(text, runner="eager").config.runner == (runner or "eager")
+
+
+def test_drafters_are_measured_side_by_side(ending_pair):
+    """What drafts out of texts makes no draft step, and remembers no answer of an earlier call."""
+    spent = {}
+    for text in ("static:4", "static:4@suffix", "static:4@suffix+draft"):
+        method = parse_policy(text, cost_probe=False)
+        first, again = ([*answer(method, ending_pair, Request(TOKENS))] for _ in range(2))
+        assert torch.equal(first[0].sequences, again[0].sequences)
+        assert first[0].own.acceptance_rate == again[0].own.acceptance_rate or text == "static:4@suffix+draft"
+        spent[text] = [first[0].sequences.tolist(), first[0].own.draft_steps]
+    assert spent["static:4"][0] == spent["static:4@suffix"][0] == spent["static:4@suffix+draft"][0]
+    assert spent["static:4@suffix+draft"][1] <= spent["static:4"][1]
+
+
 def test_a_runner_given_beside_the_text_becomes_part_of_the_name():
     assert parse_policy("dsde", runner="eager").name == "dsde@eager"
     assert parse_policy("dsde@eager", runner="other").config.runner == "eager"
@@ -147,7 +179,23 @@ def test_a_base_configuration_keeps_the_arguments_of_its_own_policy():
     assert (other.policy_arguments, other.max_draft_length, other.options.cost_probe) == ({}, 9, False)
 
 
-@pytest.mark.parametrize("text", ["", "dsde@", "static:x", "nothing", "dsde:nothing=1", "dsde@nowhere"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "dsde@",
+        "static:x",
+        "nothing",
+        "dsde:nothing=1",
+        "dsde@nowhere",
+        "dsde@suffix@sssd",
+        "dsde@suffix+sssd",
+        "dsde@draft+draft",
+        "dsde@eager@graph",
+        "dsde@suffix+sssd+draft",
+        "dsde@suffix+",
+    ],
+)
 def test_other_forms_are_refused(text):
     with pytest.raises((TypeError, ValueError)):
         parse_policy(text)

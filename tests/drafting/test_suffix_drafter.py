@@ -164,6 +164,15 @@ def test_the_text_is_the_targets_own(family: str, policy: str) -> None:
         assert policy != "static" or output.speculation_statistics.accepted > 10
 
 
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}], ids=str)
+def test_processors_are_shown_the_drafts(options: dict[str, float]) -> None:
+    """Whoever drafts: here nobody else writes the drafts after the text."""
+    target, inputs = endless_model(), ragged_batch([9, 12, 8])
+    drafter = hf_dsde.SuffixDrafter(plain(target, inputs, max_new_tokens=24, **options).tolist())
+    output = compared(target, drafter, inputs, "static", max_new_tokens=24, **options)
+    assert output.speculation_statistics.accepted > 30
+
+
 @pytest.mark.parametrize("name", ["suffix", "sssd", "prompt_lookup"])
 def test_a_drafter_is_named(name: str) -> None:
     output = compared(cycling_model(), name, ragged_batch(EIGHT), "static", max_new_tokens=40)

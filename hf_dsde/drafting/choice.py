@@ -1,0 +1,204 @@
+"""Who drafts for a row in a round: a text, the model, or nobody. Plain numbers: no model, no tensor, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from hf_dsde.costs import BatchCosts
+
+FIRST_ACCEPTANCE = 0.7
+"""What is thought of a model before anything was verified, as `goodput` does, ..."""
+FIRST_TOKENS = 8.0
+"""... and the tokens that this counts for."""
+BATCH_TOKENS = 1000.0
+"""Judged tokens of the batch that are remembered: what is older counts ever less."""
+ROW_TOKENS = 64.0
+"""The same of a row."""
+ROW_PRIOR = 16.0
+"""Judged tokens that the batch's acceptance counts for in that of a row."""
+FORGETTING = 0.98
+"""What is left of the batch's counts after a round in which the model was left out: what nobody tries is not known."""
+
+
+class Offer(NamedTuple):
+    """What could be drafted for a row: how many tokens, and how many of them are expected to stand."""
+
+    tokens: int = 0
+    gain: float = 0.0
+
+
+class Choice(NamedTuple):
+    """Who drafts: rows that take the text's draft, and whether the model drafts for the others."""
+
+    texts: frozenset[int]
+    model: bool
+
+
+@dataclass
+class RunningShare:
+    """Accepted tokens, and those that were judged: the first rejected one counts, those after it do not."""
+
+    accepted: float = 0.0
+    judged: float = 0.0
+
+    def add(self, accepted: float, judged: float, most: float) -> None:
+        """Add tokens; the past counts for `most` at most."""
+        past = min(1.0, most / self.judged) if self.judged else 1.0
+        self.accepted, self.judged = past * self.accepted + accepted, past * self.judged + judged
+
+    def after(self, prior: float, tokens: float) -> float:
+        """The share, if `tokens` of the share `prior` had been seen before."""
+        return (self.accepted + prior * tokens) / (self.judged + tokens)
+
+
+class RunningAcceptance:
+    """The probability that the target accepts a model's token, of the batch and of each row.
+
+    A row's is `(accepted + 16 a) / (judged + 16)` over its last tokens, with the batch's `a`: its own where enough is
+    known, the batch's where nothing is.
+
+    Args:
+        rows: Rows of the batch.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._batch = RunningShare()
+        self._rows = [RunningShare() for _ in range(rows)]
+
+    @property
+    def batch(self) -> float:
+        """That of the batch."""
+        return self._batch.after(FIRST_ACCEPTANCE, FIRST_TOKENS)
+
+    def of_rows(self) -> list[float]:
+        """Those of all rows."""
+        batch = self.batch
+        return [row.after(batch, ROW_PRIOR) for row in self._rows]
+
+    def learn(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn from what a model has drafted in a round; 0 for rows that it did not draft for."""
+        judged = [min(stand + 1, n) for n, stand in zip(drafted, accepted, strict=True)]
+        self._batch.add(sum(accepted), sum(judged), BATCH_TOKENS)
+        for row, stand, n in zip(self._rows, accepted, judged, strict=True):
+            row.add(stand, n, ROW_TOKENS)
+
+    def forget(self) -> None:
+        """Trust less in what is known of the batch, after a round in which the model was not asked."""
+        self._batch = RunningShare(FORGETTING * self._batch.accepted, FORGETTING * self._batch.judged)
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Let rows begin other texts."""
+        for row in rows:
+            self._rows[row] = RunningShare()
+
+
+def model_offer(tokens: int, acceptance: float) -> Offer:
+    """What a model offers that drafts `tokens`, each accepted with the same probability: `a + a^2 + ... + a^tokens`."""
+    return Offer(tokens, sum(acceptance**depth for depth in range(1, tokens + 1)))
+
+
+@lru_cache(4096)
+def survival(tokens: int, tenths: int) -> float:
+    """Return the probability `a` with which a text's tokens stand one after another.
+
+    So that `a + a^2 + ... + a^tokens` is what is expected of them; by bisection, to a thousandth.
+
+    Args:
+        tokens: How many there are.
+        tenths: Tenths of tokens that are expected to stand.
+    """
+    low, high = 0.0, 1.0
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        if middle * (1 - middle**tokens) / (1 - middle) < tenths / 10:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def worthwhile(text: Offer, seconds: Sequence[float]) -> Offer:
+    """Cut a text's draft where its tokens bring less than their columns take.
+
+    A long draft stands to its end less often than its first tokens do, as if each stood with the same probability
+    (`survival`). It is cut to the number of tokens `m` for which `(1 + a + ... + a^m) / seconds[m]` is largest.
+
+    Args:
+        text: All of it.
+        seconds: Of a round in which rows have so many drafted tokens, without draft steps.
+    """
+    a = survival(text.tokens, round(10 * text.gain))
+    expected = stands = best = 1.0
+    rate, length = 1.0 / seconds[0], 0
+    for tokens in range(1, text.tokens + 1):
+        stands *= a
+        expected += stands
+        if expected / seconds[tokens] > rate:
+            rate, length, best = expected / seconds[tokens], tokens, expected
+    return text if length == text.tokens else Offer(length, min(best - 1.0, text.gain))
+
+
+def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: BatchCosts) -> Choice:
+    """Choose what brings most tokens per second.
+
+    A row's round brings `1 + gain` tokens, of `n` drafted ones, and all rows together take
+
+        T = draft(steps) + verify(1 + mean of n) + overhead
+
+    seconds: the draft's steps are those of the longest draft of the model, the columns those of a packed pass. Twice,
+    the texts' drafts are found that make `sum(1 + gain) / T` largest: with the model, which drafts for the other rows
+    what is wanted of it, and without. The better one is chosen. Where no text's draft is worth its columns, the model
+    does what the policy wants.
+
+    In each case, a row takes the text's draft if its gain is larger than what it has otherwise, and the further gain
+    is worth the further tokens: rows are asked in the order of further gain per further token, and the best beginning
+    of this order is taken (`with_texts`).
+
+    Args:
+        model: What the model offers each row that goes on.
+        texts: What the texts offer, likewise.
+        costs: Of the batch.
+    """
+    if not any(offer.tokens for offer in texts):
+        return Choice(frozenset(), True)
+    steps = max(offer.tokens for offer in model)
+
+    def seconds(draft_steps: int, columns: float) -> float:
+        return costs.draft_seconds(draft_steps) + costs.verify.at(columns) + costs.overhead
+
+    alone, rows_alone = with_texts([Offer()] * len(model), texts, lambda columns: seconds(0, columns))
+    both, rows_of_both = with_texts(model, texts, lambda columns: seconds(steps, columns))
+    if rows_alone and alone > both:
+        return Choice(rows_alone, False)
+    return Choice(rows_of_both, True)
+
+
+def with_texts(
+    otherwise: Sequence[Offer], texts: Sequence[Offer], seconds: Callable[[float], float]
+) -> tuple[float, frozenset[int]]:
+    """Return the most tokens per second, and the rows that take the texts' drafts for it.
+
+    Args:
+        otherwise: What each row has if it does not.
+        texts: The texts' drafts.
+        seconds: Of a round, by the mean number of columns per row.
+    """
+    rows = len(otherwise)
+    tokens, gain = (rows + sum(column) for column in zip(*otherwise, strict=True))
+    further = [
+        (row, text.tokens - other.tokens, text.gain - other.gain)
+        for row, (text, other) in enumerate(zip(texts, otherwise, strict=True))
+        if text.gain > other.gain
+    ]
+    further.sort(key=lambda entry: entry[2] / entry[1] if entry[1] > 0 else math.inf, reverse=True)
+    best, taken = gain / seconds(tokens / rows), 0
+    for count, (_, more_tokens, more_gain) in enumerate(further, start=1):
+        tokens, gain = tokens + more_tokens, gain + more_gain
+        rate = gain / seconds(tokens / rows)
+        if rate > best:
+            best, taken = rate, count
+    return best, frozenset(row for row, _, _ in further[:taken])
