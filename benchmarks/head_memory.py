@@ -57,8 +57,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def held() -> tuple[int, int, int]:
     """Bytes of all tensors, objects, and blocks of memory."""
     gc.collect()
-    # `isinstance` would ask each object for its class, and some of torch warn then.
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    # `isinstance` would ask each object for its class, and some of torch warn then. Subclasses may have no memory.
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     del tensors
     return sum(sizes.values()), len(gc.get_objects()), sys.getallocatedblocks()

@@ -151,7 +151,7 @@ def test_failures_are_shown_below_the_tables(bench):
     ("arguments", "message"),
     [
         (("--policy", "dsed"), "dsed"),
-        (("--policy", "static:1@compile"), "'compile', but one of 'eager', 'graph'"),
+        (("--policy", "static:1@compile"), "a runner (eager, graph) or a drafter"),
         (("--runner", "compile"), "'compile', but one of 'eager', 'graph'"),
         (("--policy", "static:1", "--policy", "static:1"), "none of them twice"),
         (("--baseline", "beam"), "'generate_static'"),

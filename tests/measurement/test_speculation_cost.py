@@ -68,7 +68,9 @@ def test_calls_that_win_or_measured_nothing_are_silent() -> None:
     assert warnings_of("never", 80, cost_probe=False) == []
 
 
-@pytest.mark.parametrize(("options", "writes"), [({}, 0), ({"repetition_penalty": 1.3}, 4)], ids=["scores", "history"])
+@pytest.mark.parametrize(
+    ("options", "writes"), [({}, 0), ({"repetition_penalty": 1.3}, 4 + 1)], ids=["scores", "history"]
+)
 def test_draft_tokens_reach_the_sequences_only_where_processors_look_for_them(
     options: dict[str, float], writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,4 +86,4 @@ def test_draft_tokens_reach_the_sequences_only_where_processors_look_for_them(
     target, draft = pair(agreement="full")
     output = speculative(target, draft, INPUTS, hf_dsde.StaticPolicy(4), max_new_tokens=5, **options)
     assert len(output.speculation_statistics.rounds) == 1
-    assert len(offsets) == writes + 1, "and the accepted text itself"
+    assert len(offsets) == writes + 1, "four steps, the whole block for the target's, and the accepted text itself"
