@@ -124,8 +124,8 @@ class PolicyMethod(Method):
     Args:
         name: What results call it.
         config: How to speculate.
-        drafters: Who drafts: names of drafters, `draft` for the pair's draft. Named ones begin each call anew, and so
-            remember no answer of the call before.
+        drafters: Who drafts: names of drafters, `draft` for the pair's draft. Named ones are made again for each call,
+            and so remember no answer of the one before.
     """
 
     kind = OURS

@@ -61,9 +61,8 @@ class HybridDrafter(Drafter):
         self.text.start(call)
         self.model.start(call)
         self._acceptance = RunningAcceptance(call.sequences.rows)
-        self._drafts: list[Continuation] = [
-            NOTHING
-        ] * call.sequences.rows  # of rows that drafts are taken from texts for
+        # Of rows that drafts are taken from texts for.
+        self._drafts: list[Continuation] = [NOTHING] * call.sequences.rows
         self._drafted: Sequence[Continuation] = ()  # those that are being verified
 
     def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:

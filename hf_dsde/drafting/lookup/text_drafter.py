@@ -40,6 +40,8 @@ LONGEST_PROMISE = 1000.0
 class TextDrafter(Drafter, Generic[Text]):
     """Proposes, of each row, what the text makes likely. A row that nobody asks for costs nothing."""
 
+    _promised, _kept = FIRST_PROMISE, FIRST_PROMISE / 2
+
     @property
     def cost_owner(self) -> object:
         """All of a kind cost the same, also one that was made for a single call."""
@@ -53,8 +55,6 @@ class TextDrafter(Drafter, Generic[Text]):
         is about the same for all scores on texts of a kind: of a proposal, `trust * score` tokens stand in the mean.
         """
         return self._kept / self._promised
-
-    _promised, _kept = FIRST_PROMISE, FIRST_PROMISE / 2
 
     def start(self, call: DraftCall) -> None:
         """Forget the rows of an earlier call."""
