@@ -10,20 +10,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
+from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sampling import choose
 from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.drafting.proposal import Proposal
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
@@ -31,7 +33,7 @@ from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recorded_chain import Chain, best_tokens
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.wrappers import may_depend_on_rows
-from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep, Signal
+from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep
 from hf_dsde.utils.transfers import upload
 from hf_dsde.utils.tuning import tuning_of
 
@@ -40,52 +42,18 @@ UNKNOWN_TOKEN_LOGIT = -1e4
 everything else leaves a distribution, and no NaN."""
 
 
-@dataclass
-class Proposal:
-    """What a round's draft steps bring, one entry per step."""
+class Prepared(NamedTuple):
+    """What was run before the host knew what the round is to do.
 
-    tokens: list[Tensor] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    entropy: list[Tensor] = field(default_factory=list)
-    confidence: list[Tensor] = field(default_factory=list)
-    _block: Tensor | None = None
+    Attributes:
+        output: Of the first pass.
+        width: Tokens of each row that it was fed.
+        chained: Whether the steps after it are under way.
+    """
 
-    def add(self, step: DraftStep, probs: Tensor | None, signals_needed: frozenset[Signal]) -> None:
-        """Keep a step's tokens, the law they were drawn from, and the signals that are asked for."""
-        self.tokens.append(step.tokens)
-        if probs is not None:
-            self.probs.append(probs)
-        if signals_needed & LOGIT_SIGNALS:
-            self.logits.append(step.logits)
-        if Signal.ENTROPY in signals_needed:
-            self.entropy.append(step.entropy)
-        if Signal.CONFIDENCE in signals_needed:
-            self.confidence.append(step.confidence)
-
-    def block(self, device: torch.device) -> Tensor:
-        """All steps' tokens, `[rows, steps]`, on `device`; the same tensor again until another step is added."""
-        if self._block is None or self._block.shape[1] != len(self.tokens):
-            self._block = torch.stack(self.tokens, dim=1).to(device)
-        return self._block
-
-    def candidates(self, drafted: Tensor, host_lengths: Sequence[int] | None, device: torch.device) -> CandidateBatch:
-        """Stack the steps and bring them to the sequences' device, once per round."""
-
-        def stacked(steps: Sequence[Tensor]) -> Tensor | None:
-            return torch.stack(list(steps), dim=1).to(device) if steps else None
-
-        probs = stacked(self.probs)
-        return CandidateBatch(
-            tokens=self.block(device),
-            lengths=drafted.to(device),
-            law=Deterministic() if probs is None else Sampled(probs),
-            host_lengths=host_lengths,
-            steps=len(self.tokens),
-            logits=stacked(self.logits),
-            entropy=stacked(self.entropy),
-            confidence=stacked(self.confidence),
-        )
+    output: PassOutput
+    width: int
+    chained: bool
 
 
 class ChainDrafter(Drafter):
@@ -165,7 +133,9 @@ class ChainDrafter(Drafter):
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
         self._staged: Callable[[], PassOutput] | None = None
-        self._prepared: tuple[PassOutput, int] | None = None
+        self._prepared: Prepared | None = None
+        self._steps = 0  # of the last round's chain, ...
+        self._goes_on = False  # and whether this round's has begun already
 
     @property
     def depends_on_rows(self) -> bool:
@@ -226,20 +196,21 @@ class ChainDrafter(Drafter):
         asked = monitor.stops_inside_round or monitor.signals & (DRAFT_SIGNALS - LOGIT_SIGNALS)
         best_ones = not asked and not self.call.do_sample and self._process.changes_nothing
         self._nobody_looks = best_ones and not keeps_logits
+        self._keeps_logits, self._steps = keeps_logits, 0
         output = self._catch_up(sequences, plan)
-        candidates = self._chained(plan, output, keeps_logits=keeps_logits) if best_ones else None
+        candidates = self._chained(plan, output) if best_ones else None
         return candidates or self._step_by_step(sequences, plan, monitor, output)
 
-    def _chained(self, plan: RoundPlan, output: PassOutput, *, keeps_logits: bool) -> CandidateBatch | None:
+    def _chained(self, plan: RoundPlan, output: PassOutput) -> CandidateBatch | None:
         """Draft greedily after the first pass; None if the runner needs the host for that."""
-        sequences, steps = self.call.sequences, plan.width - 1
+        sequences = self.call.sequences
+        self._steps = plan.width - 1
         tokens, logits = best_tokens(self.model, output.logits, self._vocabulary_size), output.logits
-        if steps:
-            block = self._drafted_block(tokens, sequences.lengths[:, None].to(self._device), output)
-            longest = max(sequences.length_counts) + steps
-            lengths = plan.lengths.to(self._device)
-            drafted = self._runner.chain(Chain(block, lengths, steps, longest, self._vocabulary_size, keeps_logits))
+        if self._steps:
+            chain = self._chain(tokens, output, plan.lengths.to(self._device), max(sequences.length_counts))
+            drafted = self._runner.chain(replace(chain, goes_on=self._goes_on))
             if drafted is None:
+                self._steps = 0
                 return None
             tokens = drafted.tokens
             if drafted.logits is not None:
@@ -249,8 +220,20 @@ class ChainDrafter(Drafter):
             plan.lengths,
             host_lengths=plan.length_counts,
             steps=plan.width,
-            logits=self._align(logits).to(sequences.device) if keeps_logits else None,
+            logits=self._align(logits).to(sequences.device) if self._keeps_logits else None,
         )
+
+    def _chain(self, tokens: Tensor, output: PassOutput, lengths: Tensor, longest: int) -> Chain:
+        """Return a chain of as many steps as the last one.
+
+        Args:
+            tokens: First draft tokens, `[rows, 1]`, int64.
+            output: Of the pass that they come from.
+            lengths: As in `Chain`.
+            longest: A bound on the rows' lengths.
+        """
+        block = self._drafted_block(tokens, self.call.sequences.lengths[:, None].to(self._device), output)
+        return Chain(block, lengths, self._steps, longest + self._steps, self._vocabulary_size, self._keeps_logits)
 
     def _step_by_step(
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor, output: PassOutput
@@ -310,12 +293,18 @@ class ChainDrafter(Drafter):
         # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
         width = max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
         self._staged = self._runner.stage(_only(self._text_block(width), going_on), longest, keep=1)
-        return StagedStep(partial(self._feed_staged, width), beside=self._runner.replays)
+        return StagedStep(partial(self._feed_staged, width, going_on, longest), beside=self._runner.replays)
 
-    def _feed_staged(self, width: int) -> None:
+    def _feed_staged(self, width: int, going_on: Tensor, longest: int) -> None:
+        """Run the first pass, and as many steps as the last round had: the next one rarely has fewer."""
         staged, self._staged = self._staged, None
         assert staged is not None
-        self._prepared = staged(), width
+        output, chained = staged(), False
+        if self._steps and (self._context is None or longest + self._steps <= self._context):
+            tokens = best_tokens(self.model, output.logits, self._vocabulary_size)
+            chain = self._chain(tokens, output, going_on * (self._steps + 1), longest)
+            chained = self._runner.chain(replace(chain, ahead=True)) is not None
+        self._prepared = Prepared(output, width, chained)
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self,
@@ -340,10 +329,11 @@ class ChainDrafter(Drafter):
             for drafts, active, gap, length in zip(plan.length_counts, plan.active_rows, missing, lengths, strict=True)
         ]
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
-        prepared, self._prepared = self._prepared, None
+        prepared, self._prepared, self._goes_on = self._prepared, None, False
         rows = [row for row, fit in enumerate(fits) if fit]
-        if prepared is not None and max(missing[row] for row in rows) <= prepared[1]:
-            return prepared[0]
+        if prepared is not None and max(missing[row] for row in rows) <= prepared.width:
+            self._goes_on = prepared.chained
+            return prepared.output
         if not self._fits_first_pass(max(missing[row] for row in rows)):
             self._store_missing([row for row in rows if missing[row] > self._tuning.long_gap])
         width = max(lengths[row] - self._cached[row] for row in rows)

@@ -1,17 +1,16 @@
 """A runner that records each shape of pass once and replays it.
 
 Launching the kernels of an eager pass takes the host longer than the device needs to run them, whatever the model's
-size; a replayed graph is one launch. Passes are recorded when their shape is first met, per rows, width, part of the
-cache in view and kept columns. Of prompts, only short ones are: with more tokens the device has enough to do.
-
-What is recorded is either the model's own forward pass or, for models whose structure is known, `FusedDecoder`'s, which
-runs the same matrices with fewer kernels between them and looks back by lengths instead of masks.
+size; a replayed graph is one launch. A shape is rows, width, part of the cache in view and kept columns. Of prompts,
+only short ones are recorded. What is recorded is the model's own forward pass or, for models whose structure is known,
+that of `FusedDecoder`, which runs the same matrices with fewer kernels and looks back by lengths in place of masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, Chain, ChainStep, DraftedChain
+from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
 from hf_dsde.execution.recording_key import Key, is_compiled
-from hf_dsde.execution.row_block import RowBlock
+from hf_dsde.execution.row_block import RowBlock, Shape, hardly_larger
 from hf_dsde.execution.spans import Span, portions, total_count
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, workspaces
 from hf_dsde.kernels.block import Block
@@ -94,6 +93,7 @@ class GraphRunner(EagerRunner):
         self._before = self._workspace.costs
         self._live = torch.arange(rows, device=self.device)
         self._choices = 0
+        self._begun: BegunChain | None = None
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -112,19 +112,28 @@ class GraphRunner(EagerRunner):
 
     def recorded(self, width: int, longest: int) -> bool:
         """As for any runner; of passes that keep all logits."""
-        possible = self._recording and self.cache.is_allocated and longest <= self.cache.capacity
-        return (
-            possible and self._key(self._shape(width, None, tree=False), self._reach(longest)) in self._workspace.passes
-        )
+        return self._is_recorded(self._shape(width, None, tree=False), longest)
 
-    def _key(self, shape: tuple[Any, ...], reach: int) -> tuple[Any, ...]:
+    def _is_recorded(self, shape: Shape, longest: int) -> bool:
+        """Whether there is a recording that needs no larger cache."""
+        if not self._recording or not self.cache.is_allocated or longest > self.cache.capacity:
+            return False
+        reach = self._reach(longest)
+        return self._key(self._nearest(shape, reach), reach) in self._workspace.passes
+
+    def _key(self, shape: Shape, reach: int) -> Shape:
         """What a pass is recorded under."""
         return *shape, reach, self.hidden_layers
 
-    def _shape(self, width: int, keep: int | None, *, tree: bool) -> tuple[Any, ...]:
+    def _shape(self, width: int, keep: int | None, *, tree: bool) -> Shape:
         """What tells recorded padded passes apart, apart from the bound on lengths."""
         bucket = self.padded_width(width)
         return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree
+
+    def _nearest(self, shape: Shape, reach: int) -> Shape:
+        """Return the shape, or one that is hardly larger if only that is recorded."""
+        shapes = hardly_larger(shape, self._width_buckets, self._tuning.free_tokens)
+        return next((each for each in (shape, *shapes) if self._key(each, reach) in self._workspace.passes), shape)
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""
@@ -135,7 +144,7 @@ class GraphRunner(EagerRunner):
         """As for any runner: what is left to do is one launch, and a copy of the result."""
         if block.size is not None and self.packs and self.cache.is_allocated:
             return self._stage_packed(block, block.size, longest)
-        shape = self._shape(block.width, keep, tree=block.is_tree)
+        shape = self._nearest(self._shape(block.width, keep, tree=block.is_tree), self._reach(longest))
         entry = self._entry(shape, longest) if self._recording and self.cache.is_allocated else None
         if entry is None:
             return super().stage(block, longest, keep)
@@ -151,21 +160,25 @@ class GraphRunner(EagerRunner):
 
     def chain(self, chain: Chain) -> DraftedChain | None:
         """As for any runner: a recorded step is replayed as often."""
+        begun, self._begun = self._begun, None
         if not self._recording or chain.steps >= LONGEST_CHAIN:
             return None
-        entry = self._entry(("chain", len(self._live), chain.vocabulary), chain.longest)
-        if entry is None:
-            return None
-        assert entry.chain is not None
-        entry.chain.begin(chain, self._of_live_rows)
-        self._follow_rows(entry)
-        logits = []
-        for _ in range(chain.steps):
-            entry.replay()
-            if chain.keeps_logits:
-                logits.append(entry.replay.output.logits.to(torch.float32, copy=True))
-        tokens = self._of_everyone(entry.chain.drafted(chain.steps), self._live_index)
-        return DraftedChain(tokens, self._of_everyone(torch.cat(logits, dim=1), self._live_index) if logits else None)
+        shape, reach = ("chain", len(self._live), chain.vocabulary), self._reach(chain.longest)
+        if begun is not None and chain.goes_on and begun.may_become(chain, (reach, self._choices)):
+            begun.step.go_on(self._of_live_rows(chain.lengths), begun.steps)
+        else:
+            if chain.ahead and not self._is_recorded(shape, chain.longest):
+                return None
+            entry = self._entry(shape, chain.longest)
+            if entry is None:
+                return None
+            assert entry.chain is not None
+            entry.chain.begin(chain, self._of_live_rows)
+            self._follow_rows(entry)
+            begun = BegunChain(entry.replay, entry.chain, (reach, self._choices))
+        begun.run(chain)
+        self._begun = begun
+        return begun.drafted(chain, partial(self._of_everyone, live=self._live_index))
 
     def _follow_rows(self, entry: RecordedPass) -> None:
         """Let a padded pass run the rows that are in now."""
@@ -177,18 +190,19 @@ class GraphRunner(EagerRunner):
 
     def _stage_packed(self, block: RowBlock, size: int, longest: int) -> Callable[[], PassOutput]:
         """Get a block ready for a pass over `size` tokens, without the padding between rows."""
-        shape = ("packed", size, next_bucket(block.width, PACKED_WIDTHS), block.is_tree)
+        widest = next_bucket(block.width, PACKED_WIDTHS)
+        shape = self._nearest(("packed", size, widest, block.is_tree), self._reach(longest))
         entry = self._entry(shape, longest)
         if entry is None:
             return super().stage(block, longest)
         assert entry.block is not None
-        packed, places = block.map(lambda tensor: tensor.to(self.device)).packed()
+        packed, places = replace(block, size=shape[1]).map(lambda tensor: tensor.to(self.device)).packed()
         entry.block.copy_(packed)
 
         def run() -> PassOutput:
             entry.replay()
             output = entry.replay.output.map(lambda states: states[places])
-            return self._shown(output, block.width, None)._replace(packed_tokens=size)
+            return self._shown(output, block.width, None)._replace(packed_tokens=shape[1])
 
         return run
 
@@ -212,9 +226,8 @@ class GraphRunner(EagerRunner):
                 self._allocate()
         except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
             self._give_up(failure)
-        entry = (
-            self._entry(("store", next_bucket(len(tokens), self._tuning.stored_sizes)), longest) if self.packs else None
-        )
+        size = next_bucket(len(tokens), self._tuning.stored_sizes)
+        entry = self._entry(("store", size), longest) if self.packs else None
         if entry is None:
             return super()._store(spans, tokens, states)
         assert entry.block is not None
@@ -243,17 +256,15 @@ class GraphRunner(EagerRunner):
         A pass has one of few numbers of rows, so that few shapes are recorded; places that are left over keep rows that
         have finished. A recorded forward pass of the model's own keeps all rows.
         """
-        if self._fused is None or not self._recording:
-            return
         places = next_row_count(len(rows), self._tuning.fine_rows)
-        if places >= len(self.live_rows):
+        if self._fused is None or not self._recording or places >= len(self.live_rows):
             return
         finished = [row for row in self.live_rows if row not in rows]
         self.live_rows = sorted([*rows, *finished[: places - len(rows)]])
         self._live = self._live_index = upload(self.live_rows, self.device)
         self._choices += 1
 
-    def _entry(self, shape: tuple[Any, ...], longest: int) -> RecordedPass | None:
+    def _entry(self, shape: Shape, longest: int) -> RecordedPass | None:
         """Return the recorded pass of a shape, None when it cannot be recorded."""
         self._make_room(longest)
         reach = self._reach(longest)
@@ -283,7 +294,7 @@ class GraphRunner(EagerRunner):
             reach *= self._tuning.reach_factor
         return min(reach, self.cache.capacity)
 
-    def _record(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
+    def _record(self, shape: Shape, reach: int) -> RecordedPass:
         if shape[0] == "packed":
             return self._record_packed(shape, reach)
         if shape[0] == "store":
@@ -309,7 +320,7 @@ class GraphRunner(EagerRunner):
         replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
         return RecordedPass(replay, buffers, block, keep, last, self._choices)
 
-    def _record_packed(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
+    def _record_packed(self, shape: Shape, reach: int) -> RecordedPass:
         _, size, widest, tree = shape
         buffers = self._new_buffers(1, size, tree=tree)
         block = self._fused_block(size, widest, buffers)
@@ -336,12 +347,7 @@ class GraphRunner(EagerRunner):
             flat = self._fused_forward(block, reach)
             forward = lambda: flat().map(lambda states: states[:, None])  # noqa: E731
 
-        def body() -> PassOutput:
-            step.aim()
-            output = forward()
-            step.feed(self.model, output)
-            return output
-
+        body = step.around(forward, self.model)
         if self._compiles:
             body()
         return RecordedPass(self._workspace.capture(body), buffers, block, choice=self._choices, chain=step)
@@ -377,9 +383,8 @@ class GraphRunner(EagerRunner):
     def _fused_forward(
         self, block: Block, reach: int, keep: Tensor | None = None, last: Block | None = None
     ) -> Callable[[], PassOutput]:
-        fused, cache = self._fused, self.cache
-        assert fused is not None
-        return lambda: fused(block, cache, reach, keep, last)
+        assert self._fused is not None
+        return partial(self._fused, block, self.cache, reach, keep, last)
 
     def _give_up(self, failure: Exception) -> None:
         """Go on without recording: bring the cache into the form that an eager pass takes, and say why.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ SMALLEST_STEP = 8
 """Packed blocks hold a multiple of this many tokens."""
 STEPS_PER_DOUBLING = 16
 """Sizes of packed blocks between one power of two and the next: at most 1 token in 17 is padding."""
+HARDLY = 1 / 8
+"""A pass may have more tokens than were asked for by this share, if it is recorded and the smaller one is not."""
+LEAST_VARYING_WIDTH = 5
+"""Narrower passes are the common ones, and as fast as they can be."""
+Shape = tuple[Any, ...]
+"""What tells recorded passes apart, apart from the bound on lengths; its kind first."""
 WIDEST_TREE = 64
 """Tokens of a row whose ancestors a mask of 64 bits can name."""
 
@@ -22,6 +29,28 @@ def packed_bucket(tokens: int) -> int:
     """Return the smallest size of packed block that holds `tokens`."""
     step = max(SMALLEST_STEP, (1 << (max(tokens, 1).bit_length() - 1)) // STEPS_PER_DOUBLING)
     return -(-tokens // step) * step
+
+
+def hardly_larger(shape: Shape, widths: Sequence[int], free_tokens: int) -> Iterator[Shape]:
+    """Yield the shapes of passes that take hardly longer, and give the same of a block that is filled up.
+
+    Lengths that differ from round to round would have a pass recorded for each, and recording takes as long as dozens
+    of passes.
+
+    Args:
+        shape: `("packed", tokens, ...)` or `("padded", rows, columns, kept columns, ...)`.
+        widths: Columns that padded passes have.
+        free_tokens: Tokens up to which padding costs nothing.
+    """
+    kind, first, second, *others = shape
+    if kind == "packed":
+        size = packed_bucket(first + 1)
+        while size <= first + first * HARDLY:
+            yield (kind, size, second, *others)
+            size = packed_bucket(size + 1)
+    elif kind == "padded" and others[0] == second >= LEAST_VARYING_WIDTH:
+        most = max(free_tokens / first, second + second * HARDLY)
+        yield from ((kind, first, width, width, *others[1:]) for width in widths if second < width <= most)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_dsde.execution.row_block import SMALLEST_STEP, STEPS_PER_DOUBLING, WIDEST_TREE, RowBlock, packed_bucket
+from hf_dsde.execution.model_runner import WIDTH_BUCKETS
+from hf_dsde.execution.row_block import (
+    HARDLY,
+    LEAST_VARYING_WIDTH,
+    SMALLEST_STEP,
+    STEPS_PER_DOUBLING,
+    WIDEST_TREE,
+    RowBlock,
+    hardly_larger,
+    packed_bucket,
+)
 from hf_dsde.kernels.block import Block
 
 NOTHING = -7
@@ -99,6 +109,29 @@ def test_buckets_are_few() -> None:
     """Each is a pass to record."""
     for power in (256, 512, 1024, 2048):
         assert len({packed_bucket(tokens) for tokens in range(power + 1, 2 * power + 1)}) == STEPS_PER_DOUBLING
+
+
+@given(st.integers(1, 5000))
+def test_hardly_larger_packed_passes_are_all_those_of_up_to_an_eighth_more_tokens(tokens: int) -> None:
+    size = packed_bucket(tokens)
+    found = [shape[1] for shape in hardly_larger(("packed", size, 8, False), WIDTH_BUCKETS, 128)]
+    assert (
+        found
+        == sorted({packed_bucket(more) for more in range(size + 1, int(size * (1 + HARDLY)) + 1)} - {size})[
+            : len(found)
+        ]
+    )
+    assert all(size < each <= size * (1 + HARDLY) for each in found)
+    shapes = set(hardly_larger(("packed", size, 8, True), WIDTH_BUCKETS, 128))
+    assert shapes == {("packed", each, 8, True) for each in found}
+
+
+@given(st.integers(1, 64), st.sampled_from(WIDTH_BUCKETS), st.integers(0, 256))
+def test_hardly_larger_padded_passes_are_free_or_up_to_an_eighth_wider(rows: int, width: int, free: int) -> None:
+    found = list(hardly_larger(("padded", rows, width, width, False), WIDTH_BUCKETS, free))
+    wider = [each for each in WIDTH_BUCKETS if each > width and (rows * each <= free or each <= width * (1 + HARDLY))]
+    assert found == [("padded", rows, each, each, False) for each in wider if width >= LEAST_VARYING_WIDTH]
+    assert not list(hardly_larger(("padded", rows, width, 1, False), WIDTH_BUCKETS, free)) or width == 1
 
 
 @given(ragged_blocks())
