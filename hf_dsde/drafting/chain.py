@@ -203,11 +203,10 @@ class ChainDrafter(Drafter):
 
     def _chained(self, plan: RoundPlan, output: PassOutput) -> CandidateBatch | None:
         """Draft greedily after the first pass; None if the runner needs the host for that."""
-        sequences = self.call.sequences
+        sequences, logits = self.call.sequences, output.logits
         self._steps = plan.width - 1
-        tokens, logits = best_tokens(self.model, output.logits, self._vocabulary_size), output.logits
         if self._steps:
-            chain = self._chain(tokens, output, plan.lengths.to(self._device), max(sequences.length_counts))
+            chain = self._chain(output, plan.lengths.to(self._device), max(sequences.length_counts))
             drafted = self._runner.chain(replace(chain, goes_on=self._goes_on))
             if drafted is None:
                 self._steps = 0
@@ -215,6 +214,8 @@ class ChainDrafter(Drafter):
             tokens = drafted.tokens
             if drafted.logits is not None:
                 logits = torch.cat([logits, drafted.logits], dim=1)
+        else:
+            tokens = best_tokens(self.model, logits, self._vocabulary_size)
         return CandidateBatch(
             tokens.to(sequences.device),
             plan.lengths,
@@ -223,17 +224,22 @@ class ChainDrafter(Drafter):
             logits=self._align(logits).to(sequences.device) if self._keeps_logits else None,
         )
 
-    def _chain(self, tokens: Tensor, output: PassOutput, lengths: Tensor, longest: int) -> Chain:
+    def _chain(self, output: PassOutput, lengths: Tensor, longest: int) -> Chain:
         """Return a chain of as many steps as the last one.
 
         Args:
-            tokens: First draft tokens, `[rows, 1]`, int64.
-            output: Of the pass that they come from.
+            output: Of the first pass.
             lengths: As in `Chain`.
             longest: A bound on the rows' lengths.
         """
-        block = self._drafted_block(tokens, self.call.sequences.lengths[:, None].to(self._device), output)
-        return Chain(block, lengths, self._steps, longest + self._steps, self._vocabulary_size, self._keeps_logits)
+
+        def first_block() -> RowBlock:
+            tokens = best_tokens(self.model, output.logits, self._vocabulary_size)
+            return self._drafted_block(tokens, self.call.sequences.lengths[:, None].to(self._device), output)
+
+        return Chain(
+            first_block, lengths, self._steps, longest + self._steps, self._vocabulary_size, self._keeps_logits
+        )
 
     def _step_by_step(
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor, output: PassOutput
@@ -301,9 +307,8 @@ class ChainDrafter(Drafter):
         assert staged is not None
         output, chained = staged(), False
         if self._steps and (self._context is None or longest + self._steps <= self._context):
-            tokens = best_tokens(self.model, output.logits, self._vocabulary_size)
-            chain = self._chain(tokens, output, going_on * (self._steps + 1), longest)
-            chained = self._runner.chain(replace(chain, ahead=True)) is not None
+            chain = self._chain(output, going_on * (self._steps + 1), longest)
+            chained = self._runner.begin_chain(chain)
         self._prepared = Prepared(output, width, chained)
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`

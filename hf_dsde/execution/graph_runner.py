@@ -158,27 +158,31 @@ class GraphRunner(EagerRunner):
 
         return run
 
+    def begin_chain(self, chain: Chain) -> bool:
+        """As for any runner; nothing is recorded for it."""
+        self._begun = self._run_chain(chain, ahead=True)
+        return self._begun is not None
+
     def chain(self, chain: Chain) -> DraftedChain | None:
         """As for any runner: a recorded step is replayed as often."""
-        begun, self._begun = self._begun, None
+        self._begun = self._run_chain(chain)
+        of_everyone = partial(self._of_everyone, live=self._live_index)
+        return None if self._begun is None else self._begun.drafted(chain, of_everyone)
+
+    def _run_chain(self, chain: Chain, *, ahead: bool = False) -> BegunChain | None:
+        shape, reach, begun = ("chain", len(self._live), chain.vocabulary), self._reach(chain.longest), self._begun
         if not self._recording or chain.steps >= LONGEST_CHAIN:
             return None
-        shape, reach = ("chain", len(self._live), chain.vocabulary), self._reach(chain.longest)
-        if begun is not None and chain.goes_on and begun.may_become(chain, (reach, self._choices)):
-            begun.step.go_on(self._of_live_rows(chain.lengths), begun.steps)
-        else:
-            if chain.ahead and not self._is_recorded(shape, chain.longest):
+        if begun is None or not chain.goes_on or not begun.may_become(chain, (reach, self._choices)):
+            known = not ahead or self._is_recorded(shape, chain.longest)
+            entry = self._entry(shape, chain.longest) if known else None
+            if entry is None or entry.chain is None:
                 return None
-            entry = self._entry(shape, chain.longest)
-            if entry is None:
-                return None
-            assert entry.chain is not None
             entry.chain.begin(chain, self._of_live_rows)
             self._follow_rows(entry)
             begun = BegunChain(entry.replay, entry.chain, (reach, self._choices))
-        begun.run(chain)
-        self._begun = begun
-        return begun.drafted(chain, partial(self._of_everyone, live=self._live_index))
+        begun.run(chain, self._of_live_rows)
+        return begun
 
     def _follow_rows(self, entry: RecordedPass) -> None:
         """Let a padded pass run the rows that are in now."""

@@ -37,23 +37,22 @@ class Chain:
     """What is drafted greedily, each step fed what the one before gave.
 
     Attributes:
-        block: Of one column, in each row its first draft token, and its position.
+        block: Returns one of one column, in each row its first draft token, and its position; asked where the chain
+            begins.
         lengths: Tokens that each row drafts in all, `[rows]`, int64; what it gets beyond is anything.
         steps: Tokens that the row which drafts most drafts after its first; at least 1.
         longest: A bound, known without asking the device, on the largest slot + 1.
         vocabulary: Size of the target's vocabulary.
         keeps_logits: Whether somebody looks at what the tokens were chosen from.
-        ahead: Whether it is run before it is known how long it has to be: then nothing may be recorded for it.
         goes_on: Whether the steps of the runner's last chain are the first ones of this one.
     """
 
-    block: RowBlock
+    block: Callable[[], RowBlock]
     lengths: Tensor
     steps: int
     longest: int
     vocabulary: int
     keeps_logits: bool = False
-    ahead: bool = False
     goes_on: bool = False
 
 
@@ -100,7 +99,7 @@ class ChainStep:
             chain: Of the whole batch.
             of_rows: Gives the rows of a tensor that the step runs.
         """
-        block, buffers = chain.block.map(of_rows), self.buffers
+        block, buffers = chain.block().map(of_rows), self.buffers
         buffers.tokens.copy_(block.tokens)
         self.places.copy_(block.positions)
         self.left.copy_(of_rows(chain.lengths)[:, None])
@@ -167,8 +166,10 @@ class BegunChain:
         """Whether a chain can go on with this one."""
         return self.conditions == conditions and len(self.logits) >= self.steps * chain.keeps_logits
 
-    def run(self, chain: Chain) -> None:
-        """Run the steps that are missing."""
+    def run(self, chain: Chain, of_rows: Callable[[Tensor], Tensor]) -> None:
+        """Run the steps that are missing; `of_rows` as in `ChainStep.begin`."""
+        if 0 < self.steps < chain.steps:
+            self.step.go_on(of_rows(chain.lengths), self.steps)
         for _ in range(self.steps, chain.steps):
             self.replay()
             if chain.keeps_logits:
