@@ -121,10 +121,10 @@ class GraphRunner(EagerRunner):
         """What a pass is recorded under."""
         return *shape, reach, self.hidden_layers
 
-    def _shape(self, width: int, keep: int | None, *, tree: bool) -> tuple[Any, ...]:
+    def _shape(self, width: int, keep: int | None, *, tree: bool, exit_layer: int | None = None) -> tuple[Any, ...]:
         """What tells recorded padded passes apart, apart from the bound on lengths."""
         bucket = self.padded_width(width)
-        return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree
+        return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree, exit_layer
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""
@@ -135,7 +135,7 @@ class GraphRunner(EagerRunner):
         """As for any runner: what is left to do is one launch, and a copy of the result."""
         if block.size is not None and self.packs and self.cache.is_allocated:
             return self._stage_packed(block, block.size, longest)
-        shape = self._shape(block.width, keep, tree=block.is_tree)
+        shape = self._shape(block.width, keep, tree=block.is_tree, exit_layer=block.exit_layer)
         entry = self._entry(shape, longest) if self._recording and self.cache.is_allocated else None
         if entry is None:
             return super().stage(block, longest, keep)
@@ -153,7 +153,7 @@ class GraphRunner(EagerRunner):
         """As for any runner: a recorded step is replayed as often."""
         if not self._recording or chain.steps >= LONGEST_CHAIN:
             return None
-        entry = self._entry(("chain", len(self._live), chain.vocabulary), chain.longest)
+        entry = self._entry(("chain", len(self._live), chain.vocabulary, chain.block.exit_layer), chain.longest)
         if entry is None:
             return None
         assert entry.chain is not None
@@ -289,11 +289,11 @@ class GraphRunner(EagerRunner):
         if shape[0] == "store":
             return self._record_store(shape[1], reach)
         if shape[0] == "chain":
-            return self._record_chain(shape[1], shape[2], reach)
-        _, rows, width, kept, tree = shape
+            return self._record_chain(*shape[1:], reach)
+        _, rows, width, kept, tree, exit_layer = shape
         buffers = self._new_buffers(rows, width, tree=tree)
         if self._fused is None:
-            body = self._own_forward(buffers, reach, kept)
+            body = self._own_forward(buffers, reach, kept, exit_layer)
             if self._compiles:  # which may wait for the device as often as it likes
                 body()
             return RecordedPass(self._workspace.capture(body), buffers)
@@ -305,7 +305,7 @@ class GraphRunner(EagerRunner):
         if keep is not None and not tree:
             last = self._fused_block(rows * kept, kept, self._new_buffers(rows, kept))
             last.place(self._live)
-        forward = self._fused_forward(block, reach, keep, last)
+        forward = self._fused_forward(block, reach, keep, last, exit_layer)
         replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
         return RecordedPass(replay, buffers, block, keep, last, self._choices)
 
@@ -325,15 +325,15 @@ class GraphRunner(EagerRunner):
 
         return RecordedPass(self._workspace.capture(body), buffers, block)
 
-    def _record_chain(self, rows: int, vocabulary: int, reach: int) -> RecordedPass:
+    def _record_chain(self, rows: int, vocabulary: int, exit_layer: int | None, reach: int) -> RecordedPass:
         buffers = self._new_buffers(rows, 1)
         step, block = ChainStep(buffers, vocabulary), None
         if self._fused is None:
-            forward = self._own_forward(buffers, reach, 1)
+            forward = self._own_forward(buffers, reach, 1, exit_layer)
         else:
             block = self._fused_block(rows, 1, buffers)
             block.place(self._live)
-            flat = self._fused_forward(block, reach)
+            flat = self._fused_forward(block, reach, exit_layer=exit_layer)
             forward = lambda: flat().map(lambda states: states[:, None])  # noqa: E731
 
         def body() -> PassOutput:
@@ -347,19 +347,11 @@ class GraphRunner(EagerRunner):
         return RecordedPass(self._workspace.capture(body), buffers, block, choice=self._choices, chain=step)
 
     def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> Block:
-        return Block(
-            tokens=buffers.tokens.view(-1),
-            rows=torch.zeros(size, dtype=torch.long, device=self.device),
-            positions=buffers.positions.view(-1),
-            starts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
-            counts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
-            max_count=widest,
-            slots=buffers.slots.view(-1),
-            ancestors=None if buffers.ancestors is None else buffers.ancestors.view(-1),
-            states=None if buffers.states is None else buffers.states.flatten(0, 1),
-        )
+        return buffers.flat(size, self.rows, widest)
 
-    def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Callable[[], PassOutput]:
+    def _own_forward(
+        self, buffers: BlockBuffers, view: int, kept: int, exit_layer: int | None
+    ) -> Callable[[], PassOutput]:
         """Return the model's own forward pass, with the masks that it needs."""
 
         def body() -> PassOutput:
@@ -368,17 +360,22 @@ class GraphRunner(EagerRunner):
             buffers.masks.clear()
             self._fill_masks(buffers, view)
             self.cache.aim(buffers.slots, view)
-            output = self._execute(buffers, kept)
+            output = self._execute(buffers, kept, exit_layer)
             torch.clear_autocast_cache()
             return output
 
         return body
 
     def _fused_forward(
-        self, block: Block, reach: int, keep: Tensor | None = None, last: Block | None = None
+        self,
+        block: Block,
+        reach: int,
+        keep: Tensor | None = None,
+        last: Block | None = None,
+        exit_layer: int | None = None,
     ) -> Callable[[], PassOutput]:
-        fused, cache = self._fused, self.cache
-        assert fused is not None
+        assert self._fused is not None
+        fused, cache = self._fused if exit_layer is None else self._fused.ending_after(exit_layer), self.cache
         return lambda: fused(block, cache, reach, keep, last)
 
     def _give_up(self, failure: Exception) -> None:
