@@ -308,10 +308,14 @@ class ChainDrafter(Drafter):
         fits = self._context is None or longest <= self._context
         if self._device != self.call.sequences.device or not fits or not self._caught_up:
             return None
-        # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
-        width = max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
+        width = self._widest_gap()
         self._staged = self._runner.stage(_only(self._text_block(width), going_on), longest, keep=1)
         return StagedStep(partial(self._feed_staged, width), beside=self._runner.replays)
+
+    def _widest_gap(self) -> int:
+        """Return how many tokens the next proposal may have to feed first."""
+        # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
+        return max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
 
     def _feed_staged(self, width: int) -> None:
         staged, self._staged = self._staged, None

@@ -220,7 +220,8 @@ class GraphRunner(EagerRunner):
         assert entry.block is not None
         entry.block.copy_(flat_block(spans, tokens, states, len(entry.block.tokens), self.rows))
         entry.replay()
-        return tuple(layer[: len(tokens)].clone() for layer in entry.replay.output.hidden)
+        kept = entry.replay.output.hidden[: len(self._stored_layers)]
+        return tuple(layer[: len(tokens)].clone() for layer in kept)
 
     def _store_eagerly(
         self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None, longest: int
@@ -229,7 +230,8 @@ class GraphRunner(EagerRunner):
         self._make_room(longest)
         assert self._fused is not None
         block = flat_block(spans, tokens, states, len(tokens), self.rows)
-        return self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
+        hidden = self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
+        return hidden[: len(self._stored_layers)]
 
     def _allocate(self) -> None:
         """Give the cache its buffers, by a pass over no token: only the model knows what it stores."""

@@ -71,9 +71,14 @@ class ModelRunner(ABC):
         options: How passes are run.
         hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
 
+    Attributes:
+        keeps_stored_states: Whether `store` returns hidden states as well; those of long prompts take much memory.
+
     Raises:
         ValueError: If the model has no such layer.
     """
+
+    keeps_stored_states = True
 
     def __init__(
         self,
@@ -112,6 +117,10 @@ class ModelRunner(ABC):
     def recording_costs(self) -> RecordingCosts:
         """What recording passes has cost since this runner was made."""
         return RecordingCosts()
+
+    @property
+    def _stored_layers(self) -> tuple[int, ...]:
+        return self.hidden_layers if self.keeps_stored_states else ()
 
     @property
     def packs(self) -> bool:
@@ -209,7 +218,7 @@ class ModelRunner(ABC):
             states: What a draft head reads beside them, `[sum of counts, H]`; None for other models.
 
         Returns:
-            Hidden states of these tokens, `[sum of counts, H]` for each layer that was asked for.
+            Hidden states of these tokens, `[sum of counts, H]` for each layer that was asked for, if they are kept.
 
         Raises:
             torch.OutOfMemoryError: If the device has no room for the cache; nothing has been done then.
@@ -218,7 +227,7 @@ class ModelRunner(ABC):
         if not spans:
             width = self.model.config.get_text_config(decoder=True).hidden_size
             nothing = torch.empty(0, width, dtype=self.model.dtype, device=self.device)
-            return tuple(nothing for _ in self.hidden_layers)
+            return tuple(nothing for _ in self._stored_layers)
         if not self.cache.is_allocated:
             check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
         return self._store(spans, tokens.to(self.device), None if states is None else states.to(self.device))
@@ -267,7 +276,7 @@ class ModelRunner(ABC):
             buffers = self._new_buffers(len(group), self.padded_width(len(column)))
             given = RowBlock(tokens[block], slots, states=None if states is None else states[block])
             self._fill(buffers, given, int(positions.max()) + 1, chosen)
-            output = self._execute(buffers, 0).hidden[: len(self.hidden_layers)]  # of a draft head, nobody wants any
+            output = self._execute(buffers, 0).hidden[: len(self._stored_layers)]  # of a draft head, nobody wants any
             found = [layer[:, -len(column) :] for layer in output]
             hidden += [layer.new_empty(len(tokens), layer.shape[-1]) for layer in found[len(hidden) :]]
             for everything, layer in zip(hidden, found, strict=True):

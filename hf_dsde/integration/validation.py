@@ -155,7 +155,7 @@ def check_assistant(
     """
     drafts_alone = not isinstance(assistant, (list, tuple))
     if isinstance(assistant, (str, list, tuple)):
-        assistant = drafters.job_draft(assistant)
+        assistant = drafters.job_draft(assistant, target)
     if isinstance(assistant, Drafter):
         draft = drafters.model_of(assistant)
     elif assistant is None or isinstance(assistant, CandidateGenerator):
