@@ -291,7 +291,7 @@ class GraphRunner(EagerRunner):
         if shape[0] == "store":
             return self._record_store(shape[1], reach)
         if shape[0] == "chain":
-            return self._record_chain(*shape[1:], reach)
+            return self._record_chain(shape[1], shape[2], shape[3], reach)
         _, rows, width, kept, tree, exit_layer = shape
         buffers = self._new_buffers(rows, width, tree=tree)
         if self._fused is None:
