@@ -11,13 +11,13 @@ from tiny_calls import endless_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-LAYERS = 6
+LAYERS = 4
 WINDOWED = {"layer_types": ("sliding_attention", "full_attention") * (LAYERS // 2)}
 CHANGES: dict[str, dict[str, Any]] = {"gemma2": WINDOWED, "gemma3": WINDOWED, "gpt_oss": WINDOWED}
 
 
 def deep_model(family: str = "llama", **changes: Any) -> PreTrainedModel:
-    """A random target of six layers, none of which says what the last one does."""
+    """A random target of four layers, none of which says what the last one does."""
     return endless_model(family, **{"num_hidden_layers": LAYERS, **CHANGES.get(family, {}), **changes})
 
 

@@ -55,8 +55,7 @@ def load_models(
     if max(len(texts), len(others)) > 1:
         raise typer.BadParameter(
             f"--draft {' --draft '.join(drafts or [])} names more than one of a kind; two draft together if one is of "
-            f"{', '.join(name for name in NAMED_DRAFTERS if name != EARLY_EXIT)} and the other is a folder, a Hub id or "
-            f"{EARLY_EXIT}"
+            f"{', '.join(sorted({*NAMED_DRAFTERS} - {EARLY_EXIT}))} and the other is a folder, a Hub id or {EARLY_EXIT}"
         )
     draft = others[0] if others else None
     alone = draft == EARLY_EXIT or (bool(texts) and draft is None)

@@ -259,7 +259,7 @@ def _checked_exits(model: PreTrainedModel, exit_layers: int | Sequence[int] | No
         deepest = layers // 2
         count = min(MOST_EXITS, deepest)
         return tuple(deepest * number // count for number in range(1, count + 1))
-    named = (exit_layers,) if isinstance(exit_layers, int) else tuple(exit_layers)
+    named: tuple[Any, ...] = tuple(exit_layers) if isinstance(exit_layers, Sequence) else (exit_layers,)
     if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in named):
         raise TypeError(f"exit_layers={exit_layers!r}: expected the number of a layer, or several.")
     if not named or not all(1 <= layer < layers for layer in named):

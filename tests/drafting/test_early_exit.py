@@ -18,7 +18,7 @@ from tiny_models import VOCABULARY, noisy_copy, ragged_batch, random_lengths, ti
 from tiny_policies import RandomLengths, ScriptedLengths
 from tiny_text import tiny_tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from waits import noted_looks
 
 import hf_dsde
@@ -33,6 +33,7 @@ from hf_dsde.decoding.loop import SpeculativeLoop
 from hf_dsde.drafting.early_exit import EarlyExitDrafter
 from hf_dsde.drafting.exits import ExitStatistics
 from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.integration.drafters import job_draft
 from hf_dsde.integration.generation import Speculation
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -65,7 +66,7 @@ def any_exit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("any_exit", "overlapping")
 def test_every_target(family: str) -> None:
     target = deep_model(family)
-    drafter = EarlyExitDrafter(target, [1, 2, 4])
+    drafter = EarlyExitDrafter(target, [1, 2, 3])
     output = compared(target, drafter, ragged_batch([1, 6, 11]), RandomLengths(5), max_new_tokens=16)
     assert output.speculation_statistics.drafted > 0
 
@@ -96,7 +97,7 @@ def test_recorded_passes(name: str, recording: list[NotingCapture]) -> None:
     assert len(recording) == 1, "one cache, and one workspace that both calls use"
 
 
-@pytest.mark.parametrize("policy", hf_dsde.available_policies())
+@pytest.mark.parametrize("policy", ["dsde", "svip", "confidence", "goodput", "marginal_goodput", "auto"])
 def test_every_policy(policy: str) -> None:
     output = compared(settled_model(), "early_exit", ragged_batch([1, 8, 3]), policy, max_new_tokens=14)
     assert output.speculation_statistics.accepted > 0
@@ -106,8 +107,8 @@ def test_every_policy(policy: str) -> None:
 def test_rows_leave_stop_strings_end_texts_and_rows_sit_out() -> None:
     target, tokenizer = settled_model(), tiny_tokenizer()
     inputs = ragged_batch([5, 1, 8, 2])
-    text = tokenizer.batch_decode(plain(target, inputs, max_new_tokens=30)[:, -30:])
-    arguments = {"max_new_tokens": 30, "stop_strings": [text[0][12:15], text[2][30:33]], "tokenizer": tokenizer}
+    text = tokenizer.batch_decode(plain(target, inputs, max_new_tokens=30)[:, -24:])
+    arguments = {"max_new_tokens": 24, "stop_strings": [text[0][12:15], text[2][20:23]], "tokenizer": tokenizer}
     script = ScriptedLengths([[2, 0, 0, 0], *[[0, 0, 0, 0]] * 3, [0, 3, 0, 1]] * 9)
     compared(target, EarlyExitDrafter(target, [2, 3]), inputs, script, **arguments)
 
@@ -138,18 +139,12 @@ def test_after_every_round_the_cache_is_what_plain_decoding_leaves(monkeypatch: 
     speculative(target, drafter, ragged_batch([2, 6, 4]), RandomLengths(4), config, max_new_tokens=12)
     assert len(held) > 12
     for text, layers in held:
-        cache = compat.DynamicCache() if hasattr(compat, "DynamicCache") else _dynamic_cache()
+        cache = DynamicCache()
         with torch.no_grad():
             target(input_ids=torch.tensor([text]), use_cache=True, **{compat.cache_argument(target): cache})
         for (keys, values), layer in zip(layers, cache.layers, strict=True):
             torch.testing.assert_close(keys, layer.keys[0], rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(values, layer.values[0], rtol=1e-9, atol=1e-9)
-
-
-def _dynamic_cache() -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache()
 
 
 # What is drafted, and what is learnt of it.
@@ -180,9 +175,9 @@ def test_a_draft_is_what_the_first_layers_would_write(
     target, seen = deep_model(), noted_proposals(monkeypatch)
     config = config_of(QUIET, **RUNNERS[name])
     compared(
-        target, EarlyExitDrafter(target, [1, 2, 4]), ragged_batch([1, 6, 3]), RandomLengths(4), config, max_new_tokens=9
+        target, EarlyExitDrafter(target, [1, 2, 3]), ragged_batch([1, 6, 3]), RandomLengths(4), config, max_new_tokens=9
     )
-    assert {exit_layer for exit_layer, _, _ in seen} == {1, 2, 4}
+    assert {exit_layer for exit_layer, _, _ in seen} == {1, 2, 3}
     for exit_layer, text, tokens in seen:
         assert tokens == continued(cut_off(target, exit_layer), text, len(tokens))
 
@@ -217,34 +212,34 @@ def test_the_earliest_layer_that_knows_drafts_far() -> None:
     counts = output.speculation_statistics
     assert drafter.exit_layer == 2
     assert counts.acceptance_rate > 0.8
-    assert max(each.drafted for each in counts.rounds[5:]) == 18, "no row drafts less than the policy lets it"
+    assert max(each.drafted for each in counts.rounds) >= 9
     assert len(counts.rounds) < 25
 
 
 def test_untrained_layers_soon_draft_nothing() -> None:
     target = deep_model()
-    output = compared(target, "early_exit", ragged_batch([4, 9, 2]), hf_dsde.StaticPolicy(6), max_new_tokens=60)
+    output = compared(target, "early_exit", ragged_batch([4, 9, 2]), hf_dsde.StaticPolicy(6), max_new_tokens=40)
     rounds = output.speculation_statistics.rounds
     assert rounds[0].drafted > 0
     assert sum(each.drafted for each in rounds[5:]) < 0.1 * 3 * len(rounds)
     by_policy = EarlyExitDrafter(target, own_lengths=False)
-    always = compared(target, by_policy, ragged_batch([4, 9, 2]), hf_dsde.StaticPolicy(6), max_new_tokens=30)
-    assert always.speculation_statistics.rounds[5].drafted == 18
+    always = compared(target, by_policy, ragged_batch([4, 9, 2]), hf_dsde.StaticPolicy(6), max_new_tokens=10)
+    assert always.speculation_statistics.rounds[1].drafted == 18
 
 
 def test_unsure_tokens_end_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token below the threshold is the last one that is drafted, and it is verified."""
     target, seen = settled_model(rest=0.3), noted_proposals(monkeypatch)
-    monkeypatch.setattr(ExitStatistics, "threshold", lambda *_: 0.4)
+    monkeypatch.setattr(ExitStatistics, "threshold", lambda *_: 0.1)
     monkeypatch.setattr(ExitStatistics, "lengths", lambda _, __, most: most)
-    compared(target, EarlyExitDrafter(target, 2), ragged_batch([4, 9]), hf_dsde.StaticPolicy(5), max_new_tokens=30)
+    compared(target, EarlyExitDrafter(target, 2), ragged_batch([4, 9]), hf_dsde.StaticPolicy(5), max_new_tokens=20)
     lengths = set()
     for _, text, tokens in seen:
         sure = [
             float(logits_of(cut_off(target, 2), text + tokens[:n])[-1].softmax(dim=0).max()) for n in range(len(tokens))
         ]
-        assert all(each >= 0.4 for each in sure[:-1])
-        assert len(tokens) in (0, 5) or sure[-1] < 0.4 or len(text) + len(tokens) >= 33
+        assert all(each >= 0.1 for each in sure[:-1])
+        assert len(tokens) in (0, 5) or sure[-1] < 0.1 or len(text) + len(tokens) >= 23
         lengths.add(len(tokens))
     assert len(lengths) > 2
 
@@ -265,8 +260,6 @@ def test_a_refilled_batch(runner: str, hybrid: bool) -> None:
     target = settled_model()
     draft: Any = EarlyExitDrafter(target, [1, 2])
     if hybrid:
-        from hf_dsde.integration.drafters import job_draft
-
         draft = job_draft(["suffix", draft], target)
     preparation = Preparation(target, draft, tiny_tokenizer(), True, {"do_sample": False})
     budget = CacheBudget((target,), (None,), granularity=1)
@@ -300,7 +293,7 @@ def test_texts_and_the_first_layers_draft_together() -> None:
     target = settled_model()
     inputs = ragged_batch([6, 12, 9])
     inputs["input_ids"][1, -6:] = inputs["input_ids"][1, -12:-6]
-    compared(target, ["suffix", EarlyExitDrafter(target, [1, 2])], inputs, RandomLengths(4), max_new_tokens=40)
+    compared(target, ["suffix", EarlyExitDrafter(target, [1, 2])], inputs, RandomLengths(4), max_new_tokens=24)
 
 
 # Sampling.
@@ -341,16 +334,15 @@ def test_sampled_text_has_the_targets_law(own_lengths: bool, monkeypatch: pytest
 # What it costs, what does not fit, and what a call leaves.
 
 
-def test_a_round_looks_at_the_device_no_further_than_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_looks_at_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = settled_model()
+    drafter = EarlyExitDrafter(target, [1, 2])
     with noted_looks(monkeypatch) as looks:
-        output = speculative(
-            target, EarlyExitDrafter(target, [1, 2]), ragged_batch([1, 7, 3]), "static", max_new_tokens=20
-        )
+        output = speculative(target, drafter, ragged_batch([1, 7, 3]), "static", max_new_tokens=20)
     noted = dict(looks)
     rounds = len(output.speculation_statistics.rounds)
-    assert noted.pop("utils/transfers.py::wait") <= 3 * rounds  # of copies that have arrived by then
-    print(noted)
+    assert noted.pop("utils/transfers.py::wait") == rounds
+    assert set(noted) <= {"decoding/sequences.py::__init__", "decoding/lengths.py::first"}, noted
 
 
 def other_target() -> PreTrainedModel:
@@ -360,13 +352,23 @@ def other_target() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: EarlyExitDrafter(deep_model(), LAYERS), "can end after its layers 1 to 5"),
+        (lambda: EarlyExitDrafter(deep_model(), LAYERS), "can end after its layers 1 to 3"),
         (lambda: EarlyExitDrafter(deep_model(), 0), "exit_layers=0"),
         (lambda: EarlyExitDrafter(deep_model(), ()), r"exit_layers=\(\)"),
         (lambda: EarlyExitDrafter(deep_model(), 2, decay=1.5), "decay"),
         (lambda: EarlyExitDrafter(tiny_model("gpt2")), "another layout than Llama's"),
-        (lambda: speculative(hf_dsde.enable(tiny_model("gpt2")), "early_exit", ragged_batch([3]), "static"), "layout"),
-        (lambda: speculative(other_target(), EarlyExitDrafter(deep_model()), ragged_batch([3]), "static"), "made for"),
+        (
+            lambda: speculative(
+                hf_dsde.enable(tiny_model("gpt2")), "early_exit", ragged_batch([3]), "static", max_new_tokens=2
+            ),
+            "layout",
+        ),
+        (
+            lambda: speculative(
+                other_target(), EarlyExitDrafter(deep_model()), ragged_batch([3]), "static", max_new_tokens=2
+            ),
+            "made for",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(make: Any, words: str) -> None:
@@ -375,9 +377,9 @@ def test_what_does_not_fit_is_refused_by_name(make: Any, words: str) -> None:
 
 
 def test_exits_are_layers_and_have_defaults() -> None:
-    with pytest.raises(TypeError, match="exit_layers=1.5"):
+    with pytest.raises(TypeError, match=r"exit_layers=1\.5"):
         EarlyExitDrafter(deep_model(), 1.5)  # type: ignore[arg-type] # on purpose
-    assert EarlyExitDrafter(deep_model()).exit_layers == (1, 2, 3)
+    assert EarlyExitDrafter(deep_model()).exit_layers == (1, 2)
     assert EarlyExitDrafter(deep_model(), [3, 1, 3]).exit_layers == (1, 3)
     many = EarlyExitDrafter(tiny_model(num_hidden_layers=36, hidden_size=8))
     assert many.exit_layers == (2, 4, 6, 9, 11, 13, 15, 18)
