@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -172,12 +174,14 @@ def test_a_draft_is_what_the_first_layers_would_write(
 ) -> None:
     """Whatever was begun before the exit was chosen anew goes on with the layers that it began with."""
     monkeypatch.setattr(run_ahead, "overlaps", lambda device: overlaps)
-    target, seen = deep_model(), noted_proposals(monkeypatch)
+    target, seen, widths, original = deep_model(), noted_proposals(monkeypatch), set(), EarlyExitDrafter._text_block
+    monkeypatch.setattr(EarlyExitDrafter, "_text_block", lambda self, n: widths.add(n) or original(self, n))
     config = config_of(QUIET, **RUNNERS[name])
     compared(
         target, EarlyExitDrafter(target, [1, 2, 3]), ragged_batch([1, 6, 3]), RandomLengths(4), config, max_new_tokens=9
     )
     assert {exit_layer for exit_layer, _, _ in seen} == {1, 2, 3}
+    assert widths == {1}, "there is never anything to catch up"
     for exit_layer, text, tokens in seen:
         assert tokens == continued(cut_off(target, exit_layer), text, len(tokens))
 
@@ -188,6 +192,7 @@ def test_shadow_tokens_are_those_of_the_first_layers(family: str, monkeypatch: p
     """All that a call has learnt is what models of so many layers say about its text."""
     learnt: list[tuple[np.ndarray, np.ndarray, Sequence[Sequence[int]]]] = []
     monkeypatch.setattr(ExitStatistics, "learn", lambda _, *round_: learnt.append(round_))
+    monkeypatch.setattr(EarlyExitDrafter, "read_states", lambda *_: pytest.fail("states of prompts were kept"))
     target, exits, inputs = deep_model(family), (2, 3), ragged_batch([1, 6, 3])
     output = compared(target, EarlyExitDrafter(target, exits), inputs, RandomLengths(3), max_new_tokens=9)
     for row, (text, mask) in enumerate(zip(output.sequences, inputs["attention_mask"], strict=True)):
@@ -296,6 +301,13 @@ def test_texts_and_the_first_layers_draft_together() -> None:
     compared(target, ["suffix", EarlyExitDrafter(target, [1, 2])], inputs, RandomLengths(4), max_new_tokens=24)
 
 
+def test_beside_texts_the_first_layers_draft_what_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExitStatistics, "lengths", lambda _, __, most: [0] * len(most))
+    target, seen = deep_model(), noted_proposals(monkeypatch)
+    compared(target, ["suffix", "early_exit"], ragged_batch([6, 12]), hf_dsde.StaticPolicy(4), max_new_tokens=8)
+    assert not seen
+
+
 # Sampling.
 
 
@@ -343,6 +355,21 @@ def test_a_round_looks_at_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
     rounds = len(output.speculation_statistics.rounds)
     assert noted.pop("utils/transfers.py::wait") == rounds
     assert set(noted) <= {"decoding/sequences.py::__init__", "decoding/lengths.py::first"}, noted
+
+
+def test_a_drafter_that_is_kept_holds_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches, original = [], RaggedCache.__init__
+
+    def init(self: RaggedCache, *arguments: Any) -> None:
+        original(self, *arguments)
+        caches.append(weakref.ref(self))
+
+    monkeypatch.setattr(RaggedCache, "__init__", init)
+    target = deep_model()
+    drafter = EarlyExitDrafter(target, [1, 2])
+    speculative(target, drafter, ragged_batch([3]), "static", max_new_tokens=6)
+    gc.collect()
+    assert [cache() for cache in caches] == [None]
 
 
 def other_target() -> PreTrainedModel:
