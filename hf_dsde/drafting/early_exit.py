@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,6 +126,7 @@ class EarlyExitDrafter(ChainDrafter):
     def finish(self) -> None:
         """Let go of the target's runner, which ends by itself."""
         del self._runner
+        self.call = replace(self.call, target=None)
         self._staged = self._prepared = self._shadows = None
 
     def active(self) -> AbstractContextManager[None]:
