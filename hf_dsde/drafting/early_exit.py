@@ -41,6 +41,9 @@ MOST_EXITS = 8
 SHADOWS_AT_ONCE = 256
 """Hidden states that go through the head together: it is read once for all of them, and their logits take memory."""
 
+QUIET_ROUNDS = 8
+"""Of so many rounds in a row in which nobody drafts, one is looked at: exits that do not pay cost little."""
+
 
 class EarlyExitDrafter(ChainDrafter):
     """Drafts with the first layers of the target, its final norm and its head (DEL, arXiv 2504.05598).
@@ -109,6 +112,7 @@ class EarlyExitDrafter(ChainDrafter):
         self._head = ExitHead(self.model)
         self._shadows: tuple[list[int], Download] | None = None
         self._longest = call.config.max_draft_length
+        self._quiet = 0  # rounds without drafts since somebody has drafted
         self._asked = 1  # the longest draft that the policy wants
         self._exit = self._statistics.best_exit(self._longest)
 
@@ -172,6 +176,9 @@ class EarlyExitDrafter(ChainDrafter):
 
     def accept(self, verified: VerifiedBlock, hidden: tuple[Tensor, ...]) -> None:  # noqa: ARG002
         """Send each exit's shadow tokens on their way to the host."""
+        self._quiet = self._quiet + 1 if hidden[0].shape[1] == 1 else 0
+        if self._quiet and (self._quiet - 1) % QUIET_ROUNDS:
+            return
         states = torch.stack([layer.to(self._device) for layer in hidden])
         exits, rows, width, size = states.shape
         tokens, confidence = [], []

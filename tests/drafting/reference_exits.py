@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Reference:
     rounds: list[list[list[Seen]]] = field(default_factory=list)  # by round and row
     begun: dict[int, int] = field(default_factory=dict)  # the round in which a row's text began
 
-    def learn(self, shadows: list, confidence: list, texts: Sequence[Sequence[int]]) -> None:
+    def learn(self, shadows: Any, confidence: Any, texts: Sequence[Sequence[int]]) -> None:
         this_round: list[list[Seen]] = []
         for row in range(self.rows):
             seen = []

@@ -32,6 +32,7 @@ from hf_dsde.batch.refill_loop import FinishedText
 from hf_dsde.batch.requests import Request
 from hf_dsde.decoding import run_ahead
 from hf_dsde.decoding.loop import SpeculativeLoop
+from hf_dsde.drafting import early_exit
 from hf_dsde.drafting.early_exit import EarlyExitDrafter
 from hf_dsde.drafting.exits import ExitStatistics
 from hf_dsde.execution.kv_cache import RaggedCache
@@ -191,6 +192,7 @@ def test_a_draft_is_what_the_first_layers_would_write(
 def test_shadow_tokens_are_those_of_the_first_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a call has learnt is what models of so many layers say about its text."""
     learnt: list[tuple[np.ndarray, np.ndarray, Sequence[Sequence[int]]]] = []
+    monkeypatch.setattr(early_exit, "QUIET_ROUNDS", 1)
     monkeypatch.setattr(ExitStatistics, "learn", lambda _, *round_: learnt.append(round_))
     monkeypatch.setattr(EarlyExitDrafter, "read_states", lambda *_: pytest.fail("states of prompts were kept"))
     target, exits, inputs = deep_model(family), (2, 3), ragged_batch([1, 6, 3])
@@ -221,12 +223,14 @@ def test_the_earliest_layer_that_knows_drafts_far() -> None:
     assert len(counts.rounds) < 25
 
 
-def test_untrained_layers_soon_draft_nothing() -> None:
-    target = deep_model()
+def test_untrained_layers_soon_draft_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, looks, original = deep_model(), [], ExitStatistics.learn
+    monkeypatch.setattr(ExitStatistics, "learn", lambda *given: looks.append(original(*given)))
     output = compared(target, "early_exit", ragged_batch([4, 9, 2]), hf_dsde.StaticPolicy(6), max_new_tokens=40)
-    rounds = output.speculation_statistics.rounds
+    rounds, looked_at = output.speculation_statistics.rounds, len(looks)
     assert rounds[0].drafted > 0
     assert sum(each.drafted for each in rounds[5:]) < 0.1 * 3 * len(rounds)
+    assert looked_at < len(rounds) / 3, "of many rounds without drafts, few are looked at"
     by_policy = EarlyExitDrafter(target, own_lengths=False)
     always = compared(target, by_policy, ragged_batch([4, 9, 2]), hf_dsde.StaticPolicy(6), max_new_tokens=10)
     assert always.speculation_statistics.rounds[1].drafted == 18
