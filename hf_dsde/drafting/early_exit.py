@@ -111,10 +111,9 @@ class EarlyExitDrafter(ChainDrafter):
         self._statistics = ExitStatistics(rows, self.exit_layers, self._layers, head, self.decay)
         self._head = ExitHead(self.model)
         self._shadows: tuple[list[int], Download] | None = None
-        self._longest = call.config.max_draft_length
         self._quiet = 0  # rounds without drafts since somebody has drafted
         self._asked = 1  # the longest draft that the policy wants
-        self._exit = self._statistics.best_exit(self._longest)
+        self._exit = self._best_exit()
 
     def _make_runner(self, call: DraftCall) -> ModelRunner:
         target = call.target
@@ -155,7 +154,7 @@ class EarlyExitDrafter(ChainDrafter):
     def _best_exit(self) -> int:
         """The number of the exit to draft with, as far as the host knows."""
         statistics = self._statistics
-        return statistics.best_exit(self._longest) if self.own_lengths else statistics.exit_for(self._asked)
+        return statistics.best_exit(self._asked) if self.own_lengths else statistics.exit_for(self._asked)
 
     def get_candidates(  # type: ignore[override] # as in `Drafter`
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor

@@ -36,9 +36,14 @@ def tokens_per_layer(acceptance: float, layer: float, layers: float, length: int
 @lru_cache(4096)
 def best_length(acceptance: float, layer: float, layers: float, longest: int) -> tuple[int, float]:
     """Return the length, from 0 to `longest`, with the most tokens per layer, the shortest among equals; and those."""
-    values = [tokens_per_layer(acceptance, layer, layers, length) for length in range(longest + 1)]
-    length = max(range(longest + 1), key=values.__getitem__)
-    return length, values[length]
+    tokens = stands = 1.0
+    best, value = 0, 1 / layers
+    for length in range(1, longest + 1):
+        stands *= acceptance
+        tokens += stands
+        if tokens / (length * layer + layers) > value:
+            best, value = length, tokens / (length * layer + layers)
+    return best, value
 
 
 class ExitStatistics:
