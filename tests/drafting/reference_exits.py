@@ -23,7 +23,7 @@ def tokens_per_layer(a: float, layer: float, layers: float, length: int) -> floa
 
 @dataclass
 class Reference:
-    """Keeps every shadow token of every round, and weighs each anew whenever it is asked."""
+    """Keeps every shadow token of every round, and weighs each again whenever it is asked."""
 
     exits: Sequence[int]
     layers: int

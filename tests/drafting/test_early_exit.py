@@ -173,7 +173,7 @@ def noted_proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int
 def test_a_draft_is_what_the_first_layers_would_write(
     name: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was begun before the exit was chosen anew goes on with the layers that it began with."""
+    """Whatever was begun before another exit was chosen goes on with the layers that it began with."""
     monkeypatch.setattr(run_ahead, "overlaps", lambda device: overlaps)
     target, seen, widths, original = deep_model(), noted_proposals(monkeypatch), set(), EarlyExitDrafter._text_block
     monkeypatch.setattr(EarlyExitDrafter, "_text_block", lambda self, n: widths.add(n) or original(self, n))
