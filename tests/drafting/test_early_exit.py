@@ -65,12 +65,12 @@ def any_exit(monkeypatch: pytest.MonkeyPatch) -> None:
 # Exact text.
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "mistral", "gpt_oss"])
 @pytest.mark.usefixtures("any_exit", "overlapping")
 def test_every_target(family: str) -> None:
     target = deep_model(family)
     drafter = EarlyExitDrafter(target, [1, 2, 3])
-    output = compared(target, drafter, ragged_batch([1, 6, 11]), RandomLengths(5), max_new_tokens=16)
+    output = compared(target, drafter, ragged_batch([1, 6, 11]), RandomLengths(5), max_new_tokens=12)
     assert output.speculation_statistics.drafted > 0
 
 
@@ -95,12 +95,12 @@ def test_recorded_passes(name: str, recording: list[NotingCapture]) -> None:
     for policy in (RandomLengths(4), hf_dsde.StaticPolicy(3)):
         drafter = EarlyExitDrafter(target, [2, 3])
         config = config_of(QUIET, **RUNNERS[name])
-        output = compared(target, drafter, inputs, policy, config, max_new_tokens=14, eos_token_id=ends)
+        output = compared(target, drafter, inputs, policy, config, max_new_tokens=10, eos_token_id=ends)
         assert output.speculation_statistics.accepted > 0
     assert len(recording) == 1, "one cache, and one workspace that both calls use"
 
 
-@pytest.mark.parametrize("policy", ["dsde", "svip", "confidence", "goodput", "marginal_goodput", "auto"])
+@pytest.mark.parametrize("policy", ["dsde", "svip", "marginal_goodput", "auto"])
 def test_every_policy(policy: str) -> None:
     output = compared(settled_model(), "early_exit", ragged_batch([1, 8, 3]), policy, max_new_tokens=14)
     assert output.speculation_statistics.accepted > 0
@@ -215,12 +215,12 @@ def test_shadow_tokens_are_those_of_the_first_layers(family: str, monkeypatch: p
 def test_the_earliest_layer_that_knows_drafts_far() -> None:
     target = settled_model(after=2)
     drafter = EarlyExitDrafter(target, range(1, LAYERS))
-    output = compared(target, drafter, ragged_batch([4, 9, 2]), hf_dsde.StaticPolicy(6), max_new_tokens=60)
+    output = compared(target, drafter, ragged_batch([4, 9, 2]), hf_dsde.StaticPolicy(6), max_new_tokens=40)
     counts = output.speculation_statistics
     assert drafter.exit_layer == 2
     assert counts.acceptance_rate > 0.8
     assert max(each.drafted for each in counts.rounds) >= 9
-    assert len(counts.rounds) < 25
+    assert len(counts.rounds) < 18
 
 
 def test_untrained_layers_soon_draft_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,15 +258,16 @@ def test_unsure_tokens_end_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def requests() -> list[Request]:
     numbers = random.Random(0)
-    lengths, limits = [1, 9, 2, 30, 1, 5, 17, 3], [7, 1, 19, 3, 12, 24, 1, 9]
+    lengths, limits = [1, 9, 2, 20, 1, 5, 3], [7, 1, 9, 3, 6, 12, 5]
     prompts = [[numbers.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
     return [Request(index, prompt, limit) for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))]
 
 
 @pytest.mark.parametrize(("runner", "hybrid"), [("eager", False), ("graph", False), ("eager", True)])
 @pytest.mark.usefixtures("recording", "any_exit")
-def test_a_refilled_batch(runner: str, hybrid: bool) -> None:
-    target = settled_model()
+def test_a_refilled_batch(runner: str, hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, begun = settled_model(), []
+    monkeypatch.setattr(ExitStatistics, "begin", lambda _, rows: begun.extend(rows))
     draft: Any = EarlyExitDrafter(target, [1, 2])
     if hybrid:
         draft = job_draft(["suffix", draft], target)
@@ -278,19 +279,20 @@ def test_a_refilled_batch(runner: str, hybrid: bool) -> None:
     for request in requests():
         alone = target.generate(torch.tensor([request.prompt]), max_new_tokens=request.max_new_tokens, do_sample=False)
         assert texts[request.index] == alone[0, len(request.prompt) :].tolist()
+    assert len(begun) == len(requests()) - 3, "what is known of a row is forgotten with its text"
 
 
 def test_a_generator_takes_the_name_and_makes_no_second_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     caches, original = [], RaggedCache.__init__
     monkeypatch.setattr(RaggedCache, "__init__", lambda self, *given: caches.append(original(self, *given)))
-    target, settings = tiny_model(num_hidden_layers=4), {"batch_size": 4, "max_new_tokens": 9}
+    target, settings = tiny_model(num_hidden_layers=4), {"batch_size": 2, "max_new_tokens": 7}
     generator = hf_dsde.BatchGenerator(target, tiny_tokenizer(), assistant_model="early_exit", **settings)
-    texts = ["abcdef", "a", "fedcba", "cc"]
+    texts = ["abcdef", "cc"]
     found = [result.token_ids for result in generator.stream(texts, ordered=True)]
     assert len(caches) == 1
     for text, tokens in zip(texts, found, strict=True):
         prompt = tiny_tokenizer()(text, return_tensors="pt")["input_ids"]
-        assert target.generate(prompt, max_new_tokens=9, do_sample=False)[0, prompt.shape[1] :].tolist() == tokens
+        assert target.generate(prompt, max_new_tokens=7, do_sample=False)[0, prompt.shape[1] :].tolist() == tokens
     assert generator.memory_plan().devices[0].draft_bytes == 0
     other = EarlyExitDrafter(target, 1)
     others = hf_dsde.BatchGenerator(target, tiny_tokenizer(), assistant_model=other, **settings)
