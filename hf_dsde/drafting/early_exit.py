@@ -41,6 +41,8 @@ MOST_EXITS = 8
 SHADOWS_AT_ONCE = 256
 """Hidden states that go through the head together: it is read once for all of them, and their logits take memory."""
 
+POSITIONS_PER_ROUND = 64
+"""Positions that are looked at in a round, on average: of large batches, fewer rounds tell as much."""
 QUIET_ROUNDS = 8
 """Of so many rounds in a row in which nobody drafts, one is looked at: exits that do not pay cost little."""
 
@@ -112,6 +114,7 @@ class EarlyExitDrafter(ChainDrafter):
         self._head = ExitHead(self.model)
         self._shadows: tuple[list[int], Download] | None = None
         self._quiet = 0  # rounds without drafts since somebody has drafted
+        self._owed = 0  # positions that were looked at, and that later rounds go without
         self._asked = 1  # the longest draft that the policy wants
         self._exit = self._best_exit()
 
@@ -175,11 +178,11 @@ class EarlyExitDrafter(ChainDrafter):
 
     def accept(self, verified: VerifiedBlock, hidden: tuple[Tensor, ...]) -> None:  # noqa: ARG002
         """Send each exit's shadow tokens on their way to the host."""
-        self._quiet = self._quiet + 1 if hidden[0].shape[1] == 1 else 0
-        if self._quiet and (self._quiet - 1) % QUIET_ROUNDS:
+        rows, width, size = hidden[0].shape
+        if not self._looks_at(rows, width):
             return
         states = torch.stack([layer.to(self._device) for layer in hidden])
-        exits, rows, width, size = states.shape
+        exits = len(states)
         tokens, confidence = [], []
         with torch.no_grad():
             for part in states.view(-1, size).split(SHADOWS_AT_ONCE):
@@ -190,6 +193,15 @@ class EarlyExitDrafter(ChainDrafter):
         block = torch.cat(tokens).view(exits * rows, width)
         download = Download([], block, [torch.cat(confidence).view(exits, rows, width)])
         self._shadows = list(self.call.sequences.length_counts), download
+
+    def _looks_at(self, rows: int, width: int) -> bool:
+        """Take note of a round, and say whether its shadow tokens are worth their time."""
+        self._quiet = self._quiet + 1 if width == 1 else 0
+        self._owed = max(self._owed - POSITIONS_PER_ROUND, 0)
+        if self._owed or (self._quiet and (self._quiet - 1) % QUIET_ROUNDS):
+            return False
+        self._owed = rows * width
+        return True
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self, sequences: SequenceBatch, scores: Tensor, num_matches: Sequence[int], drafted: Sequence[int]

@@ -236,6 +236,17 @@ def test_untrained_layers_soon_draft_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert always.speculation_statistics.rounds[1].drafted == 18
 
 
+def test_of_large_batches_some_rounds_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_exit, "POSITIONS_PER_ROUND", 4)
+    looks, original = [], ExitStatistics.learn
+    monkeypatch.setattr(ExitStatistics, "learn", lambda *given: looks.append(original(*given)))
+    drafter = EarlyExitDrafter(settled_model(), [1, 2], own_lengths=False)
+    output = speculative(settled_model(), drafter, ragged_batch([3, 1, 2]), hf_dsde.StaticPolicy(3), max_new_tokens=30)
+    rounds = len(output.speculation_statistics.rounds)  # of 12 positions each, while they are long
+    assert rounds > 6
+    assert len(looks) in (-(-rounds // 3), -(-rounds // 3) + 1)
+
+
 def test_unsure_tokens_end_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token below the threshold is the last one that is drafted, and it is verified."""
     target, seen = settled_model(rest=0.3), noted_proposals(monkeypatch)
