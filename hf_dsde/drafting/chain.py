@@ -28,8 +28,9 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting.proposal import Proposal
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
-from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
+from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.pass_seconds import pass_seconds
 from hf_dsde.execution.recorded_chain import Chain, best_tokens
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.wrappers import may_depend_on_rows
@@ -138,6 +139,11 @@ class ChainDrafter(Drafter):
         self._goes_on = False  # and whether this round's has begun already
 
     @property
+    def exit_layer(self) -> int | None:
+        """The layer that passes end after, if not all are run."""
+        return None
+
+    @property
     def depends_on_rows(self) -> bool:
         """Whether hooks in the draft may hold something for each row."""
         return may_depend_on_rows(self.model)
@@ -238,7 +244,13 @@ class ChainDrafter(Drafter):
             return self._drafted_block(tokens, self.call.sequences.lengths[:, None].to(self._device), output)
 
         return Chain(
-            first_block, lengths, self._steps, longest + self._steps, self._vocabulary_size, self._keeps_logits
+            first_block,
+            lengths,
+            steps=self._steps,
+            longest=longest + self._steps,
+            vocabulary=self._vocabulary_size,
+            exit_layer=self.exit_layer,
+            keeps_logits=self._keeps_logits,
         )
 
     def _step_by_step(
@@ -296,10 +308,14 @@ class ChainDrafter(Drafter):
         fits = self._context is None or longest <= self._context
         if self._device != self.call.sequences.device or not fits or not self._caught_up:
             return None
-        # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
-        width = max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
+        width = self._widest_gap()
         self._staged = self._runner.stage(_only(self._text_block(width), going_on), longest, keep=1)
         return StagedStep(partial(self._feed_staged, width, going_on, longest), beside=self._runner.replays)
+
+    def _widest_gap(self) -> int:
+        """Return how many tokens the next proposal may have to feed first."""
+        # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
+        return max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
 
     def _feed_staged(self, width: int, going_on: Tensor, longest: int) -> None:
         """Run the first pass, and as many steps as the last round had: the next one rarely has fewer."""

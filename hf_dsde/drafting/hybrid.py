@@ -68,6 +68,7 @@ class HybridDrafter(Drafter):
     def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:
         """Choose who drafts for each row; return how much."""
         assert costs is not None
+        wanted = self.model.allot(wanted, most, costs)
         self._drafts = [NOTHING] * len(most)
         going_on = [row for row, n in enumerate(most) if n]
         if not going_on:
@@ -153,6 +154,11 @@ class HybridDrafter(Drafter):
     def hidden_layers(self) -> tuple[int, ...]:
         """The model's."""
         return self.model.hidden_layers
+
+    @property
+    def reads_prompt_states(self) -> bool:  # type: ignore[override] # the model's
+        """Whether the model does."""
+        return self.model.reads_prompt_states
 
     def read_states(self, spans: Sequence[Span], hidden: tuple[Tensor, ...]) -> None:
         """Hand them to the model."""

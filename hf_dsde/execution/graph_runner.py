@@ -125,10 +125,10 @@ class GraphRunner(EagerRunner):
         """What a pass is recorded under."""
         return *shape, reach, self.hidden_layers
 
-    def _shape(self, width: int, keep: int | None, *, tree: bool) -> Shape:
+    def _shape(self, width: int, keep: int | None, *, tree: bool, exit_layer: int | None = None) -> Shape:
         """What tells recorded padded passes apart, apart from the bound on lengths."""
         bucket = self.padded_width(width)
-        return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree
+        return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree, exit_layer
 
     def _nearest(self, shape: Shape, reach: int) -> Shape:
         """Return the shape, or one that is hardly larger if only that is recorded."""
@@ -144,7 +144,8 @@ class GraphRunner(EagerRunner):
         """As for any runner: what is left to do is one launch, and a copy of the result."""
         if block.size is not None and self.packs and self.cache.is_allocated:
             return self._stage_packed(block, block.size, longest)
-        shape = self._nearest(self._shape(block.width, keep, tree=block.is_tree), self._reach(longest))
+        shape = self._shape(block.width, keep, tree=block.is_tree, exit_layer=block.exit_layer)
+        shape = self._nearest(shape, self._reach(longest))
         entry = self._entry(shape, longest) if self._recording and self.cache.is_allocated else None
         if entry is None:
             return super().stage(block, longest, keep)
@@ -170,17 +171,18 @@ class GraphRunner(EagerRunner):
         return None if self._begun is None else self._begun.drafted(chain, of_everyone)
 
     def _run_chain(self, chain: Chain, *, ahead: bool = False) -> BegunChain | None:
-        shape, reach, begun = ("chain", len(self._live), chain.vocabulary), self._reach(chain.longest), self._begun
+        shape = ("chain", len(self._live), chain.vocabulary, chain.exit_layer)
+        reach, begun = self._reach(chain.longest), self._begun
         if not self._recording or chain.steps >= LONGEST_CHAIN:
             return None
-        if begun is None or not chain.goes_on or not begun.may_become(chain, (reach, self._choices)):
+        if begun is None or not chain.goes_on or not begun.may_become(chain, (*shape, reach, self._choices)):
             known = not ahead or self._is_recorded(shape, chain.longest)
             entry = self._entry(shape, chain.longest) if known else None
             if entry is None or entry.chain is None:
                 return None
             entry.chain.begin(chain, self._of_live_rows)
             self._follow_rows(entry)
-            begun = BegunChain(entry.replay, entry.chain, (reach, self._choices))
+            begun = BegunChain(entry.replay, entry.chain, (*shape, reach, self._choices))
         begun.run(chain, self._of_live_rows)
         return begun
 
@@ -237,7 +239,8 @@ class GraphRunner(EagerRunner):
         assert entry.block is not None
         entry.block.copy_(flat_block(spans, tokens, states, len(entry.block.tokens), self.rows))
         entry.replay()
-        return tuple(layer[: len(tokens)].clone() for layer in entry.replay.output.hidden)
+        kept = entry.replay.output.hidden[: len(self._stored_layers)]
+        return tuple(layer[: len(tokens)].clone() for layer in kept)
 
     def _store_eagerly(
         self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None, longest: int
@@ -246,12 +249,13 @@ class GraphRunner(EagerRunner):
         self._make_room(longest)
         assert self._fused is not None
         block = flat_block(spans, tokens, states, len(tokens), self.rows)
-        return self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
+        hidden = self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
+        return hidden[: len(self._stored_layers)]
 
     def _allocate(self) -> None:
         """Give the cache its buffers, by a pass over no token: only the model knows what it stores."""
         assert self._fused is not None
-        block = self._fused_block(1, 1, self._new_buffers(1, 1))
+        block = self._new_buffers(1, 1).flat(1, self.rows, 1)
         self._fused.store(block, self.cache, MIN_REACH)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -304,51 +308,51 @@ class GraphRunner(EagerRunner):
         if shape[0] == "store":
             return self._record_store(shape[1], reach)
         if shape[0] == "chain":
-            return self._record_chain(shape[1], shape[2], reach)
-        _, rows, width, kept, tree = shape
+            return self._record_chain(shape[1], shape[2], shape[3], reach)
+        _, rows, width, kept, tree, exit_layer = shape
         buffers = self._new_buffers(rows, width, tree=tree)
         if self._fused is None:
-            body = self._own_forward(buffers, reach, kept)
+            body = self._own_forward(buffers, reach, kept, exit_layer)
             if self._compiles:  # which may wait for the device as often as it likes
                 body()
             return RecordedPass(self._workspace.capture(body), buffers)
-        block = self._fused_block(rows * width, width, buffers)
+        block = buffers.flat(rows * width, self.rows, width)
         block.place(self._live)
         columns = torch.arange(rows * width, device=self.device).view(rows, width)
         keep = None if kept == width else columns[:, -kept:].flatten()
         last = None
         if keep is not None and not tree:
-            last = self._fused_block(rows * kept, kept, self._new_buffers(rows, kept))
+            last = self._new_buffers(rows, kept).flat(rows * kept, self.rows, kept)
             last.place(self._live)
-        forward = self._fused_forward(block, reach, keep, last)
+        forward = self._fused_forward(block, reach, keep, last, exit_layer)
         replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
         return RecordedPass(replay, buffers, block, keep, last, self._choices)
 
     def _record_packed(self, shape: Shape, reach: int) -> RecordedPass:
         _, size, widest, tree = shape
         buffers = self._new_buffers(1, size, tree=tree)
-        block = self._fused_block(size, widest, buffers)
+        block = buffers.flat(size, self.rows, widest)
         return RecordedPass(self._workspace.capture(self._fused_forward(block, reach)), buffers, block)
 
     def _record_store(self, size: int, reach: int) -> RecordedPass:
         fused, cache, buffers = self._fused, self.cache, self._new_buffers(1, size)
         assert fused is not None
-        block = self._fused_block(size, size, buffers)
+        block = buffers.flat(size, self.rows, size)
 
         def body() -> PassOutput:
             return PassOutput(block.tokens[:0], fused.store(block, cache, reach))
 
         return RecordedPass(self._workspace.capture(body), buffers, block)
 
-    def _record_chain(self, rows: int, vocabulary: int, reach: int) -> RecordedPass:
+    def _record_chain(self, rows: int, vocabulary: int, exit_layer: int | None, reach: int) -> RecordedPass:
         buffers = self._new_buffers(rows, 1)
         step, block = ChainStep(buffers, vocabulary), None
         if self._fused is None:
-            forward = self._own_forward(buffers, reach, 1)
+            forward = self._own_forward(buffers, reach, 1, exit_layer)
         else:
-            block = self._fused_block(rows, 1, buffers)
+            block = buffers.flat(rows, self.rows, 1)
             block.place(self._live)
-            flat = self._fused_forward(block, reach)
+            flat = self._fused_forward(block, reach, after=exit_layer)
             forward = lambda: flat().map(lambda states: states[:, None])  # noqa: E731
 
         body = step.around(forward, self.model)
@@ -356,20 +360,9 @@ class GraphRunner(EagerRunner):
             body()
         return RecordedPass(self._workspace.capture(body), buffers, block, choice=self._choices, chain=step)
 
-    def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> Block:
-        return Block(
-            tokens=buffers.tokens.view(-1),
-            rows=torch.zeros(size, dtype=torch.long, device=self.device),
-            positions=buffers.positions.view(-1),
-            starts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
-            counts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
-            max_count=widest,
-            slots=buffers.slots.view(-1),
-            ancestors=None if buffers.ancestors is None else buffers.ancestors.view(-1),
-            states=None if buffers.states is None else buffers.states.flatten(0, 1),
-        )
-
-    def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Callable[[], PassOutput]:
+    def _own_forward(
+        self, buffers: BlockBuffers, view: int, kept: int, exit_layer: int | None
+    ) -> Callable[[], PassOutput]:
         """Return the model's own forward pass, with the masks that it needs."""
 
         def body() -> PassOutput:
@@ -378,17 +371,19 @@ class GraphRunner(EagerRunner):
             buffers.masks.clear()
             self._fill_masks(buffers, view)
             self.cache.aim(buffers.slots, view)
-            output = self._execute(buffers, kept)
+            output = self._execute(buffers, kept, exit_layer)
             torch.clear_autocast_cache()
             return output
 
         return body
 
     def _fused_forward(
-        self, block: Block, reach: int, keep: Tensor | None = None, last: Block | None = None
+        self, block: Block, reach: int, keep: Tensor | None = None, last: Block | None = None, after: int | None = None
     ) -> Callable[[], PassOutput]:
+        """Return the fused pass over a block, of all layers or of those up to the one that it ends `after`."""
         assert self._fused is not None
-        return partial(self._fused, block, self.cache, reach, keep, last)
+        fused = self._fused if after is None else self._fused.ending_after(after)
+        return partial(fused, block, self.cache, reach, keep, last)
 
     def _give_up(self, failure: Exception) -> None:
         """Go on without recording: bring the cache into the form that an eager pass takes, and say why.

@@ -43,6 +43,7 @@ class Chain:
         steps: Tokens that the row which drafts most drafts after its first; at least 1.
         longest: A bound, known without asking the device, on the largest slot + 1.
         vocabulary: Size of the target's vocabulary.
+        exit_layer: The layer that passes end after, if not all are run.
         keeps_logits: Whether somebody looks at what the tokens were chosen from.
         goes_on: Whether the steps of the runner's last chain are the first ones of this one.
     """
@@ -52,6 +53,7 @@ class Chain:
     steps: int
     longest: int
     vocabulary: int
+    exit_layer: int | None = None
     keeps_logits: bool = False
     goes_on: bool = False
 

@@ -70,6 +70,9 @@ class RowBlock:
             between them. So many tokens have room in it, at least the sum of `counts`. None to run it padded.
         states: What a draft head reads beside each token, `[rows, width, H]`, floating point, anything finite where
             there is no token; None for other models.
+        exit_layer: The layer after which the pass ends, counted from 1: what it gives is what final norm and head make
+            of its states, without hidden states, and later layers store nothing. The model is one that
+            `early_exit.why_no_exits` has nothing against. None for all layers.
 
     Raises:
         ValueError: If a tree has no slots, or too many tokens.
@@ -82,6 +85,7 @@ class RowBlock:
     counts: Tensor | None = None
     size: int | None = None
     states: Tensor | None = None
+    exit_layer: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse half a tree."""
@@ -108,7 +112,7 @@ class RowBlock:
         optional = (self.slots, self.ancestors, self.states)
         slots, ancestors, states = (None if tensor is None else function(tensor) for tensor in optional)
         tokens, positions = function(self.tokens), function(self.positions)
-        return RowBlock(tokens, positions, slots, ancestors, self.counts, self.size, states)
+        return RowBlock(tokens, positions, slots, ancestors, self.counts, self.size, states, self.exit_layer)
 
     def packed(self) -> tuple[Block, Tensor]:
         """Pack the block into its `size`, without asking the device for anything; `counts` have to be known.
