@@ -25,7 +25,7 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
 from hf_dsde.execution.recording_key import Key, is_compiled
-from hf_dsde.execution.row_block import RowBlock, Shape, hardly_larger
+from hf_dsde.execution.row_block import RowBlock, Shape, somewhat_larger
 from hf_dsde.execution.spans import Span, portions, total_count
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, workspaces
 from hf_dsde.kernels.block import Block
@@ -131,9 +131,9 @@ class GraphRunner(EagerRunner):
         return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree, exit_layer
 
     def _nearest(self, shape: Shape, reach: int) -> Shape:
-        """Return the shape, or one that is hardly larger if only that is recorded."""
-        shapes = hardly_larger(shape, self._width_buckets, self._tuning.free_tokens)
-        return next((each for each in (shape, *shapes) if self._key(each, reach) in self._workspace.passes), shape)
+        """Return the shape, or a larger one that does as well if that is recorded."""
+        shapes = (shape, *somewhat_larger(shape, self._width_buckets, self._tuning.free_tokens))
+        return shapes[self._workspace.passes.choose([self._key(each, reach) for each in shapes])]
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""

@@ -15,8 +15,8 @@ SMALLEST_STEP = 8
 """Packed blocks hold a multiple of this many tokens."""
 STEPS_PER_DOUBLING = 16
 """Sizes of packed blocks between one power of two and the next: at most 1 token in 17 is padding."""
-HARDLY = 1 / 8
-"""A pass may have more tokens than were asked for by this share, if it is recorded and the smaller one is not."""
+SOMEWHAT = 1 / 4
+"""A packed pass that is recorded may have more tokens by this share than one that is not."""
 LEAST_VARYING_WIDTH = 5
 """Narrower passes are the common ones, and as fast as they can be."""
 Shape = tuple[Any, ...]
@@ -31,11 +31,10 @@ def packed_bucket(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def hardly_larger(shape: Shape, widths: Sequence[int], free_tokens: int) -> Iterator[Shape]:
-    """Yield the shapes of passes that take hardly longer, and give the same of a block that is filled up.
+def somewhat_larger(shape: Shape, widths: Sequence[int], free_tokens: int) -> Iterator[Shape]:
+    """Yield the shapes of passes that give the same of a block that is filled up, and take little longer.
 
-    Lengths that differ from round to round would have a pass recorded for each, and recording takes as long as dozens
-    of passes.
+    Lengths that differ from round to round would have a pass recorded for each.
 
     Args:
         shape: `("packed", tokens, ...)` or `("padded", rows, columns, kept columns, ...)`.
@@ -45,12 +44,13 @@ def hardly_larger(shape: Shape, widths: Sequence[int], free_tokens: int) -> Iter
     kind, first, second, *others = shape
     if kind == "packed":
         size = packed_bucket(first + 1)
-        while size <= first + first * HARDLY:
+        while size <= first + first * SOMEWHAT:
             yield (kind, size, second, *others)
             size = packed_bucket(size + 1)
     elif kind == "padded" and others[0] == second >= LEAST_VARYING_WIDTH:
-        most = max(free_tokens / first, second + second * HARDLY)
-        yield from ((kind, first, width, width, *others[1:]) for width in widths if second < width <= most)
+        yield from (
+            (kind, first, width, width, *others[1:]) for width in widths if second < width <= free_tokens / first
+        )
 
 
 @dataclass(frozen=True)

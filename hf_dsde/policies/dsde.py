@@ -85,7 +85,8 @@ class DSDEStoppingPolicy(StoppingPolicy):
             it. Held at SL_min, calibration makes no row of a batch wait, but Eq. 1 then allows at most twice SL_min.
         initial_length: Draft length at the start of calibration; a smaller `sl_max` lowers it. None takes 5 when it
             grows, and `sl_min` when it is held.
-        cap: Whether no row may exceed the active rows' mean length (Eq. 9-11). Paper on, reference off.
+        cap: Whether no row may exceed the active rows' mean length (Eq. 9-11). Paper on, reference off. Under a
+            `CostCap` there is none: measured prices say what it stands in for.
         decay: delta of the weighted variance, in (0, 1]. Paper 0.85, reference 0.9.
         short_window: KLDs in the short window; None takes a third of the long one (10 of 30).
         long_window: KLDs in the long window; calibration lasts until it is full.
@@ -202,6 +203,7 @@ class DSDEStoppingPolicy(StoppingPolicy):
         self._known_bounds = None
         self._ceiling = batch.max_draft_length if self.sl_max is None else min(self.sl_max, batch.max_draft_length)
         self._floor = min(self.sl_min, self._ceiling)
+        self._caps = self.cap and batch.costs is None
         self._state = self._initial(batch.rows)
         self._fresh = self._initial(1)
 
@@ -224,7 +226,7 @@ class DSDEStoppingPolicy(StoppingPolicy):
 
     def _lengths(self) -> Integers:
         lengths = np.ceil(self.predicted_lengths()).astype(np.int64)
-        if self.cap:
+        if self._caps:
             lengths = np.minimum(lengths, self._length_cap(lengths))
         return np.minimum(np.where(self.calibrating, self._rows.calibration_length, lengths), self._ceiling)
 
