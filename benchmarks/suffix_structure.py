@@ -3,7 +3,8 @@
 python benchmarks/suffix_structure.py --output benchmarks/results/suffix_structure.json
 
 Nothing runs a model: a text is played as if a target were writing it, so that a draft stands as far as it agrees. The
-texts are modules of Python's standard library, or prompts and answers out of a file.
+texts are modules of Python's standard library, or prompts and answers out of a file. Where the package
+`arctic-inference` is installed, its suffix tree is measured beside the index.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sysconfig
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,17 +31,25 @@ from hf_dsde import PromptLookupDrafter, SpeculationConfig, SSSDDrafter, SuffixD
 from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting import DraftCall, Drafter
+from hf_dsde.drafting.lookup.continuation import Continuation
 from hf_dsde.drafting.lookup.index import DEPTH, TextIndex
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.drafting.per_row import PerRowDrafter
 from hf_dsde.measurement import provenance
 from hf_dsde.smollm2 import fetch_smollm2
 
+try:
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+except ImportError:
+    SuffixDecodingCache = None
+
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 QUERIES = 2_000
 CHUNK = 3
 """Tokens that a text grows by at a time, as in a round."""
 PROMPT_TOKENS = 200
+PEER_DEPTH = 24
+"""Tokens of a path in the tree of `arctic-inference`, as vLLM sets it."""
 Play = tuple[list[int], list[int]]
 """Prompt and answer."""
 
@@ -60,7 +70,10 @@ def main(
     stream = [token for module in modules for token in module]
     console = Console()
     sizes = {size: _structure(stream, size, most) for size in SIZES if size + DEPTH + QUERIES <= len(stream)}
-    console.print(_size_table(sizes))
+    console.print(_size_table("The index", sizes))
+    peer_sizes = {size: _peer_structure(stream, size, most) for size in sizes if SuffixDecodingCache is not None}
+    if peer_sizes:
+        console.print(_size_table("The tree of arctic-inference", peer_sizes))
     played = _read(texts, tokenizer) if texts is not None else _as_plays(modules)
     random.Random(0).shuffle(played)
     played = [(prompt, answer[:answer_tokens]) for prompt, answer in played[:plays]]
@@ -72,6 +85,7 @@ def main(
             "provenance": provenance.collect("cpu"),
             "settings": settings | {"texts": "standard library" if texts is None else texts.name},
             "sizes": sizes,
+            "arctic_inference_sizes": peer_sizes,
             "plays": results,
         }
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -137,10 +151,78 @@ def _structure(stream: Sequence[int], size: int, most: int) -> dict[str, float]:
     }
 
 
+def _peer_structure(stream: Sequence[int], size: int, most: int) -> dict[str, float]:
+    """The same of the tree of `arctic-inference`: its own word for the memory, as nothing else sees it."""
+    known, unknown = list(stream[:size]), stream[size:]
+    seconds = []
+    for _ in range(3 if size < SIZES[-1] else 1):
+        cache = SuffixDecodingCache(PEER_DEPTH, 0)
+        begun = time.process_time()
+        cache.start_request(0, known[:CHUNK])
+        for begin in range(CHUNK, size, CHUNK):
+            cache.add_active_response(0, known[begin : begin + CHUNK])
+        seconds.append(time.process_time() - begun)
+    numbers = random.Random(0)
+    ends = [
+        list(unknown[place : place + PEER_DEPTH]) for place in numbers.choices(range(len(unknown) - DEPTH), k=QUERIES)
+    ]
+    begun = time.process_time()
+    lengths = [len(cache.speculate(0, end, most).token_ids) for end in ends]
+    asked = time.process_time() - begun
+    return {
+        "bytes_per_token": cache._local_trees[0].estimate_memory() / size,
+        "microseconds_per_token": 1e6 * min(seconds) / size,
+        "microseconds_per_query": 1e6 * asked / QUERIES,
+        "tokens_per_query": sum(lengths) / QUERIES,
+    }
+
+
+class PeerText:
+    """A text in the trees of `arctic-inference`; its first tokens are the prompt."""
+
+    def __init__(self, cache: Any, name: int) -> None:
+        self._cache, self._name = cache, name
+        self._tokens: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        if not self._tokens:
+            self._cache.start_request(self._name, list(tokens))
+        elif tokens:
+            self._cache.add_active_response(self._name, list(tokens))
+        self._tokens.extend(tokens)
+
+    def continuation(self, most: int) -> Continuation:
+        found = self._cache.speculate(self._name, self._tokens[-PEER_DEPTH:], most)
+        return Continuation(list(found.token_ids), found.score)
+
+
+class PeerDrafter(TextDrafter[PeerText]):
+    """Asks the trees of `arctic-inference`, which remember the answers of other rows from the moment they are written."""
+
+    def __init__(self) -> None:
+        self._cache = SuffixDecodingCache(PEER_DEPTH, 10_000)
+        self._names = count()
+
+    def new_text(self) -> PeerText:
+        return PeerText(self._cache, next(self._names))
+
+    def continuation(self, text: PeerText, most: int) -> Continuation:
+        return text.continuation(most)
+
+    def finish(self) -> None:
+        for name in list(self._cache.active_requests):
+            self._cache.stop_request(name)
+        super().finish()
+
+
 def _drafters() -> dict[str, Callable[[], Drafter]]:
     def transformers_lookup() -> Drafter:
         return PerRowDrafter(lambda _: PromptLookupCandidateGenerator(max_length=1 << 20), owner=None)
 
+    peer = {"arctic-inference": PeerDrafter} if SuffixDecodingCache is not None else {}
     return {
         "prompt lookup, transformers": transformers_lookup,
         "prompt lookup": PromptLookupDrafter,
@@ -148,7 +230,7 @@ def _drafters() -> dict[str, Callable[[], Drafter]]:
         "suffix": SuffixDrafter,
         "suffix, score of 1": lambda: SuffixDrafter(min_score=1.0),
         "sssd": SSSDDrafter,
-    }
+    } | peer
 
 
 def _play(drafter: Drafter, plays: Sequence[Play], rows: int, most: int) -> dict[str, float]:
@@ -220,8 +302,8 @@ def _append(sequences: SequenceBatch, emitted: Sequence[Sequence[int]]) -> None:
     sequences.synchronise(sequences.generated.tolist(), padded)
 
 
-def _size_table(sizes: dict[int, dict[str, float]]) -> Table:
-    table = Table("tokens", "bytes per token", "us per token", "us per query", "tokens drafted", title="The index")
+def _size_table(title: str, sizes: dict[int, dict[str, float]]) -> Table:
+    table = Table("tokens", "bytes per token", "us per token", "us per query", "tokens drafted", title=title)
     for size, found in sizes.items():
         names = ("bytes_per_token", "microseconds_per_token", "microseconds_per_query", "tokens_per_query")
         table.add_row(f"{size:,}", *(f"{found[name]:.{n}f}" for name, n in zip(names, (0, 1, 1, 1), strict=True)))
