@@ -293,7 +293,7 @@ class CapturedPasses(Generic[Entry]):
         while len(self._entries) > limit:
             self._entries.popitem(last=False)
 
-    def keys(self) -> list[Hashable]:
+    def places(self) -> list[Any]:
         """Return what it is recorded under."""
         return list(self._entries)
 

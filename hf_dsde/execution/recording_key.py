@@ -160,24 +160,19 @@ def _digest(value: Any, configurations: dict[int, Any]) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         entries = (_digest(entry, configurations) for entry in value)
         return kind, tuple(entries) if isinstance(value, (list, tuple)) else frozenset(entries)
-    if isinstance(value, PretrainedConfig):  # one that all modules share
+    if isinstance(value, PretrainedConfig) or _holds_scales(value):  # all modules share one configuration
         if id(value) not in configurations:
             configurations[id(value)] = None  # may be part of itself
             configurations[id(value)] = kind, _digest(vars(value), configurations)
-        return configurations[id(value)]
-    if _holds_scales(value):
-        if id(value) not in configurations:
-            configurations[id(value)] = None
-            configurations[id(value)] = _identity(value), _digest(vars(value), configurations)
         return configurations[id(value)]
     return _identity(value)
 
 
 def _holds_scales(value: Any) -> bool:
-    """Whether a value is an object of a quantiser's that is no module, tensor, type or function: what it holds counts."""
+    """Whether a value is an object that a quantiser keeps numbers in."""
     kind = type(value)
     known = _package(kind.__module__) in QUANTISERS and hasattr(value, "__dict__")
-    return known and not isinstance(value, (nn.Module, Tensor, type, Enum)) and not callable(value)
+    return known and not isinstance(value, (nn.Module, type, Enum)) and not callable(value)
 
 
 def _identity(value: Any) -> Any:

@@ -110,7 +110,7 @@ class Workspace:
         """Go over to the state of a key that this workspace serves."""
         if key is None or key == self.key:
             return
-        recorded = {place[0] for place in self.passes.keys()}
+        recorded = {place[0] for place in self.passes.places()}
         self.states = {state: adapters for state, adapters in self.states.items() if state in recorded}
         known = (state for state, adapters in self.states.items() if adapters == key.adapters)
         self.state = next(known, max(self.states, default=-1) + 1)
