@@ -11,6 +11,7 @@ import torch
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
+from hf_dsde.cli.options import Dtype, chosen_dtype
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.kernels import dispatch, launching
 from hf_dsde.kernels.attention_plan import plan_launch
@@ -60,6 +61,16 @@ def test_passes_are_fused_from_ampere_on_and_those_of_older_cards_the_models_own
     else:
         assert reason is None
     assert tuning_of(CUDA) is (HOPPER if card == "H200" else SAFE)
+
+
+def test_commands_that_are_given_no_dtype_take_one_that_the_card_has(
+    card: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    expected = torch.float16 if card in WITHOUT_KERNELS else torch.bfloat16
+    assert chosen_dtype(None, CUDA) is expected
+    assert chosen_dtype(Dtype.BFLOAT16, CUDA) is torch.bfloat16
+    assert chosen_dtype(None, torch.device("cpu")) is torch.bfloat16
 
 
 @pytest.mark.parametrize("size", [2, 4], ids=["half", "single"])
