@@ -12,6 +12,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,31 @@ def test_a_quantised_model_that_waits_for_the_device_is_run_eagerly_and_says_so_
     with warnings.catch_warnings():
         warnings.simplefilter("error", hf_dsde.RunnerWarning)
         assert torch.equal(target.generate(**call), expected)
+
+
+class OutlierLinear(CodedLinear):
+    """As 8-bit layers of bitsandbytes say of themselves."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+    def __init__(self, linear: nn.Linear, threshold: float) -> None:
+        super().__init__(linear)
+        self.state = SimpleNamespace(threshold=threshold)
+
+
+def test_layers_that_look_for_outliers_are_not_recorded_and_the_way_out_is_named(
+    recording: list[NotingCapture],
+) -> None:
+    for threshold in (6.0, 0.0):
+        target = replaced_linears(tiny_model(**SHAPE).float(), lambda linear: OutlierLinear(linear, threshold))  # noqa: B023
+        call = {**PLAIN, "assistant_model": target, "speculation_policy": "static"}
+        expected = hf_dsde.enable(target).generate(**PLAIN)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", hf_dsde.RunnerWarning)
+            assert torch.equal(target.generate(**call), expected)
+        words = [str(each.message) for each in told if each.category is hf_dsde.RunnerWarning]
+        assert [("llm_int8_threshold=0.0" in each) for each in words] == [True] * (threshold > 0)
+        assert bool(sum(capture.recorded for capture in recording)) == (threshold == 0)
 
 
 TABLES: dict[str, Callable[[Any], Any]] = {

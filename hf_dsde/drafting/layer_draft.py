@@ -193,8 +193,7 @@ def load_draft(
         _own_weights(draft).load_state_dict(weights)
     else:  # then the file's are the only plain ones
         draft = _assembled(target, indices, None, None)
-        place = target.get_input_embeddings().weight.device
-        own = {name: tensor.to(place, target.dtype) for name, tensor in weights.items()}
+        own = {name: tensor.to(target.device, target.dtype) for name, tensor in weights.items()}
         _own_weights(draft).load_state_dict(own, assign=True)
     getattr(draft.config, CONFIG_KEY)["target_name"] = description["target"]["name"]
     return _place(draft, dtype, device).eval()

@@ -98,7 +98,7 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def _linear_weights(layers: nn.ModuleList) -> Iterator[tuple[nn.Parameter, bool]]:
+def _linear_weights(layers: nn.ModuleList) -> Iterator[tuple[Any, bool]]:
     """Each weight of a linear map, and whether its input dimension comes last (otherwise last but one)."""
     for module in layers.modules():
         if isinstance(module, (nn.Linear, Conv1D)):
