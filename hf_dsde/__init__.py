@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_dsde.heads.saving import save_head
     from hf_dsde.integration.hooks import disable, enable, generate, install, uninstall
     from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+    from hf_dsde.kernels.fitting import KernelWarning
     from hf_dsde.lossy_acceptance import Consultant, LossyAcceptance, LossyAcceptanceWarning, TypicalAcceptance
     from hf_dsde.measurement.rounds import RoundListener, RoundRecord
     from hf_dsde.measurement.statistics import SpeculationStatistics, SpeculationWarning
@@ -47,6 +48,7 @@ else:
             "Consultant": "hf_dsde.lossy_acceptance",
             "DSDEStoppingPolicy": "hf_dsde.policies",
             "HeuristicPolicy": "hf_dsde.policies",
+            "KernelWarning": "hf_dsde.kernels.fitting",
             "LossyAcceptance": "hf_dsde.lossy_acceptance",
             "LossyAcceptanceWarning": "hf_dsde.lossy_acceptance",
             "PromptLookupDrafter": "hf_dsde.drafting.lookup.prompt_lookup",
@@ -90,6 +92,7 @@ __all__ = [
     "Consultant",
     "DSDEStoppingPolicy",
     "HeuristicPolicy",
+    "KernelWarning",
     "LossyAcceptance",
     "LossyAcceptanceWarning",
     "PromptLookupDrafter",

@@ -278,6 +278,18 @@ def test_a_head_takes_the_numbers_of_quantised_tables(form: str, draft_vocabular
     assert torch.equal(text, expected)
 
 
+def test_a_saved_head_is_loaded_for_a_target_with_quantised_tables(tmp_path: Path) -> None:
+    target = tiny_model(**SHAPE).half()
+    head = tiny_head(target, config={"hidden_size": SHAPE["hidden_size"]})
+    head.share_with(target)
+    hf_dsde.save_head(head, tmp_path)
+    target.set_submodule("model.embed_tokens", with_coded_weight(target.model.embed_tokens))
+    head = hf_dsde.load_head(tmp_path, target)
+    assert {weight.dtype for weight in head.parameters()} == {torch.float16}
+    expected = target.model.embed_tokens(torch.arange(96))
+    assert torch.equal(head.embed_tokens.weight, expected)
+
+
 def test_tables_that_are_plain_are_shared_and_not_copied() -> None:
     target = tiny_model().float()
     assert dense_weight(target.lm_head, torch.float32).data_ptr() == target.lm_head.weight.data_ptr()

@@ -139,14 +139,15 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
         return f"its layers are on several devices ({', '.join(sorted(map(str, devices)))})"
     if model.training:
         return "it is in training mode; call model.eval()"
-    for name, module in model.named_modules():
-        if _has_hooks(module):
-            return f"hooks run in its forward pass, the first in {name or 'the model itself'!r}"
-        if _looks_for_outliers(module):
-            return (
-                f"{name!r} looks for outliers in every pass, which waits for the device; load the model with "
-                "BitsAndBytesConfig(llm_int8_threshold=0.0) to do without"
-            )
+    hooked = [name for name, module in model.named_modules() if _has_hooks(module)]
+    if hooked:
+        return f"hooks run in its forward pass, the first in {hooked[0] or 'the model itself'!r}"
+    waiting = [name for name, module in model.named_modules() if _looks_for_outliers(module)]
+    if waiting:
+        return (
+            f"{waiting[0]!r} looks for outliers in every pass, which waits for the device; load the model with "
+            "BitsAndBytesConfig(llm_int8_threshold=0.0) to do without"
+        )
     return None
 
 
