@@ -280,9 +280,9 @@ def test_a_head_takes_the_numbers_of_quantised_tables(form: str, draft_vocabular
 
 def test_a_saved_head_is_loaded_for_a_target_with_quantised_tables(tmp_path: Path) -> None:
     target = tiny_model(**SHAPE).half()
-    head = tiny_head(target, config={"hidden_size": SHAPE["hidden_size"]})
+    head = tiny_head(target, layers=(0, 1), config={"hidden_size": SHAPE["hidden_size"]})
     head.share_with(target)
-    hf_dsde.save_head(head, tmp_path)
+    hf_dsde.save_head(head, tmp_path, target_name="a target", shared_weights=False)
     target.set_submodule("model.embed_tokens", with_coded_weight(target.model.embed_tokens))
     head = hf_dsde.load_head(tmp_path, target)
     assert {weight.dtype for weight in head.parameters()} == {torch.float16}
