@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -213,6 +213,36 @@ def test_weights_that_were_quantised_again_are_told_apart(kind: str, tmp_path: P
     else:
         assert keys[0] == keys[1] != keys[2]
         assert keys[0] is not None
+
+
+class SharedScratch(CodedLinear):
+    """One whose kernels put what is in between into a place that all of them share."""
+
+    running: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.running, "another one is using it"
+        return super().forward(x)
+
+
+def test_modules_that_may_share_memory_do_not_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_dsde.kernels import reference
+
+    def side_by_side(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
+        SharedScratch.running.extend(range(len(products) - 1))
+        try:
+            return [product(x) for product in products]
+        finally:
+            SharedScratch.running.clear()
+
+    monkeypatch.setattr(reference, "side_by_side", side_by_side)
+    monkeypatch.setattr(reference, "pays", lambda *_: False)
+    target = hf_dsde.enable(replaced_linears(tiny_model(**SHAPE).float(), SharedScratch))
+    draft = noisy_copy(tiny_model(**SHAPE).float(), 0.05)
+    expected = target.generate(**PLAIN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hf_dsde.RunnerWarning)
+        assert torch.equal(target.generate(**PLAIN, assistant_model=draft, speculation_policy="static"), expected)
 
 
 def test_a_quantised_model_that_waits_for_the_device_is_run_eagerly_and_says_so_once() -> None:

@@ -75,6 +75,8 @@ class FittedOps:
 
     def __getattr__(self, name: str) -> Any:
         """What is no kernel."""
+        if name.startswith("_"):  # whoever copies objects asks those that are not made yet
+            raise AttributeError(name)
         return getattr(self._kernels, name)
 
 
