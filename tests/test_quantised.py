@@ -29,6 +29,7 @@ import hf_dsde
 from hf_dsde.divergence import compare_outputs
 from hf_dsde.drafting.layer_draft import initialise_draft, save_draft
 from hf_dsde.drafting.rounded_copy import rounded_copy
+from hf_dsde.execution.cuda_graphs import NoWaiting
 from hf_dsde.execution.recording_key import recording_key
 from hf_dsde.heads.dense_weights import dense_weight
 
@@ -213,6 +214,51 @@ def test_weights_that_were_quantised_again_are_told_apart(kind: str, tmp_path: P
     else:
         assert keys[0] == keys[1] != keys[2]
         assert keys[0] is not None
+
+
+class ScaleState:
+    """Where a quantiser keeps scales, apart from modules and weights."""
+
+    __module__ = "bitsandbytes.functional"
+
+    def __init__(self, absmax: Tensor) -> None:
+        self.absmax, self.nested = absmax, {"offset": [torch.zeros(1)]}
+
+
+@pytest.mark.parametrize("place", ["module", "weight"])
+def test_scales_that_a_quantiser_keeps_elsewhere_are_looked_at(place: str) -> None:
+    class Codes(nn.Parameter):
+        __module__ = "bitsandbytes.nn.modules"
+
+    model = replaced_linears(tiny_model(**SHAPE).float(), CodedLinear)
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.weight = Codes(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    state = ScaleState(torch.ones(4))
+    (projection if place == "module" else projection.weight).quant_state = state
+    before = recording_key(model)
+    assert before is not None
+    assert before == recording_key(model)
+    state.absmax = torch.full((4,), 2.0)
+    after = recording_key(model)
+    assert after != before
+    state.nested["offset"][0] = torch.ones(1)
+    assert recording_key(model) != after
+
+
+def test_a_weight_whose_operations_wait_for_the_device_is_noticed() -> None:
+    class Peeking(CodedWeight):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            for weight in args:
+                if isinstance(weight, Peeking):
+                    weight.codes.max().item()
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    weight = Peeking(*codes_of(torch.randn(4, 8)))
+    with torch.no_grad(), NoWaiting():
+        nn.functional.linear(torch.ones(2, 8), CodedWeight(weight.codes, weight.scale))
+        with pytest.raises(RuntimeError, match="waits for the device"):
+            nn.functional.linear(torch.ones(2, 8), weight)
 
 
 class SharedScratch(CodedLinear):
