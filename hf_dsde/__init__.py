@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_dsde.heads.saving import save_head
     from hf_dsde.integration.hooks import disable, enable, generate, install, uninstall
     from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+    from hf_dsde.kernels.fitting import KernelWarning
     from hf_dsde.lossy_acceptance import Consultant, LossyAcceptance, LossyAcceptanceWarning, TypicalAcceptance
     from hf_dsde.measurement.rounds import RoundListener, RoundRecord
     from hf_dsde.measurement.statistics import SpeculationStatistics, SpeculationWarning
@@ -49,6 +50,7 @@ else:
             "DSDEStoppingPolicy": "hf_dsde.policies",
             "EarlyExitDrafter": "hf_dsde.drafting.early_exit",
             "HeuristicPolicy": "hf_dsde.policies",
+            "KernelWarning": "hf_dsde.kernels.fitting",
             "LossyAcceptance": "hf_dsde.lossy_acceptance",
             "LossyAcceptanceWarning": "hf_dsde.lossy_acceptance",
             "PromptLookupDrafter": "hf_dsde.drafting.lookup.prompt_lookup",
@@ -93,6 +95,7 @@ __all__ = [
     "DSDEStoppingPolicy",
     "EarlyExitDrafter",
     "HeuristicPolicy",
+    "KernelWarning",
     "LossyAcceptance",
     "LossyAcceptanceWarning",
     "PromptLookupDrafter",

@@ -125,7 +125,7 @@ class BatchComparison:
         return _table(self)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights of some quantisers cannot be read in inference mode
 def compare_outputs(
     model: PreTrainedModel,
     input_ids: Tensor,

@@ -59,6 +59,8 @@ class _Notes(TorchDispatchMode):
         self._kept: list[Any] = []  # no id may be used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a graph has what a quantised weight's operations are made of
         if func in WAITS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         kwargs = kwargs or {}

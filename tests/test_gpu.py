@@ -1,4 +1,4 @@
-"""What only a GPU can show: equality on its kernels, models on different devices, bfloat16 near-ties, memory.
+"""What only a GPU can show: equality on its kernels, models on different devices, near-ties in half precision, memory.
 
 Run with `tests/gpu.sh` on a machine with a CUDA device; elsewhere the file is skipped. `test_gpu_runner.py` looks at
 the runner itself.
@@ -176,14 +176,15 @@ def test_draft_and_target_may_live_on_different_devices(target_device: str, draf
 @pytest.mark.parametrize(
     ("settings", "free_tokens"), [({}, 128), ({}, 0), ({"runner": "eager"}, 128)], ids=["padded", "packed", "eager"]
 )
-def test_bfloat16_differs_from_plain_generate_at_near_ties_only(
-    settings: dict[str, Any], free_tokens: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_differs_from_plain_generate_at_near_ties_only(
+    dtype: torch.dtype, settings: dict[str, Any], free_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights as wide as a tiny model's make its logits noisy: eager passes of another shape move them by six ulps."""
     monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, free_tokens=free_tokens))
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
-    target = tiny_model(**shape).to(CUDA, torch.bfloat16)
-    draft = noisy_copy(tiny_model(**shape).bfloat16(), 0.05).to(CUDA)
+    target = tiny_model(**shape).to(CUDA, dtype)
+    draft = noisy_copy(tiny_model(**shape).to(dtype), 0.05).to(CUDA)
     inputs = batch_on(CUDA, rows=16)
     expected = target.generate(**inputs, max_new_tokens=64, do_sample=False)
     text = hf_dsde.enable(target).generate(

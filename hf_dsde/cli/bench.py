@@ -20,7 +20,7 @@ from hf_dsde.bench.methods import Method, names_runner, parse_policy
 from hf_dsde.bench.results import OURS, BenchResults
 from hf_dsde.bench.sweep import Sweep, SweepOptions
 from hf_dsde.bench.view import results_view
-from hf_dsde.cli.options import DeviceOption, Dtype, progress
+from hf_dsde.cli.options import DeviceOption, Dtype, chosen_dtype, progress
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.pairs import Pair
 
@@ -117,7 +117,12 @@ def bench_command(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts' order and of the sampling.")] = 0,
     dtype: Annotated[
-        Dtype | None, typer.Option("--dtype", help="Of both models.", show_default="bfloat16, float32 on a CPU")
+        Dtype | None,
+        typer.Option(
+            "--dtype",
+            help="Of both models.",
+            show_default="bfloat16, float16 on a GPU without bfloat16, float32 on a CPU",
+        ),
     ] = None,
     budget: Annotated[
         float | None,
@@ -131,7 +136,8 @@ def bench_command(
     """Time policies and baselines in turn, over pairs of models, workloads, batch sizes and temperatures."""
     console = _console()
     torch_device = torch.device(device)
-    torch_dtype = (dtype or (Dtype.FLOAT32 if torch_device.type == "cpu" else Dtype.BFLOAT16)).torch
+    on_cpu = Dtype.FLOAT32 if torch_device.type == "cpu" else None
+    torch_dtype = chosen_dtype(dtype or on_cpu, torch_device)
     try:
         methods = _methods(policy, runner, config, setting, _baselines(baseline, none=no_baseline))
         options = SweepOptions(

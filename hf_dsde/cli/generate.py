@@ -23,7 +23,7 @@ from hf_dsde.batch.progress import JobProgress
 from hf_dsde.cli.generate_models import load_models, own_device
 from hf_dsde.cli.generate_rows import input_of
 from hf_dsde.cli.generate_view import print_errors, print_template_note, result_view, summary
-from hf_dsde.cli.options import DeviceOption, Dtype, ModelOption, usage_errors
+from hf_dsde.cli.options import DeviceOption, DtypeOption, ModelOption, chosen_dtype, usage_errors
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.utils.checks import check_number
 
@@ -87,7 +87,7 @@ def generate_command(
         ),
     ] = None,
     device: DeviceOption,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Precision of both models.")] = Dtype.BFLOAT16,
+    dtype: DtypeOption = None,
     device_map: Annotated[
         str | None,
         typer.Option("--device-map", metavar="MAP", help="Spread the named models over devices, such as auto."),
@@ -213,7 +213,8 @@ def generate_command(
         _check_output(output, overwrite, dry_run, from_stream=source == STANDARD_INPUT, state=state)
         speculation = _speculation(policy, config)
         sampling = _sampling(temperature, top_p)
-    models = load_models(model, draft, dtype.torch, own_device(device, state), device_map, state)
+    place = own_device(device, state)
+    models = load_models(model, draft, chosen_dtype(dtype, place), place, device_map, state)
     # Processes that draw the same numbers would answer the same prompt with the same text.
     torch.manual_seed(seed + (0 if state is None else state.process_index))
     is_main = state is None or state.is_main_process

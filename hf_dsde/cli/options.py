@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hf_dsde import pairs
+from hf_dsde.utils.tuning import half_precision
 
 
 class Dtype(str, Enum):
@@ -28,6 +29,19 @@ class Dtype(str, Enum):
         """The same as PyTorch calls it."""
         dtype: torch.dtype = getattr(torch, self.value)
         return dtype
+
+
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        "--dtype", help="Precision of both models.", show_default="bfloat16, or float16 on a GPU without bfloat16"
+    ),
+]
+
+
+def chosen_dtype(dtype: Dtype | None, device: torch.device) -> torch.dtype:
+    """What is named, or the two-byte dtype that the device computes in."""
+    return half_precision(device) if dtype is None else dtype.torch
 
 
 def _default_device() -> str:

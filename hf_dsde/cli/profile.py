@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dsde.cli.demo.prompts import DEMO_PROMPTS
-from hf_dsde.cli.options import DeviceOption, DraftOption, Dtype, ModelOption, lines_of, named_pair
+from hf_dsde.cli.options import DeviceOption, DraftOption, DtypeOption, ModelOption, chosen_dtype, lines_of, named_pair
 from hf_dsde.integration.hooks import enable
 from hf_dsde.profiling import DEFAULT_BATCH_SIZES, BatchProfile, ProfileOptions, profile_pair, tuned_config
 
@@ -32,14 +32,14 @@ def profile_command(
     draft_length: Annotated[int, typer.Option("--draft-length", min=1, help="The longest length to consider.")] = 8,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Limit of every answer.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the best token; more samples.")] = 0.0,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Precision of both models.")] = Dtype.BFLOAT16,
+    dtype: DtypeOption = None,
 ) -> None:
     """Measure costs and acceptance by batch size, and save the best draft length of each."""
     console = Console()
     texts = [prompt.text for prompt in DEMO_PROMPTS] if prompts is None else lines_of(prompts)
     if not texts:
         raise typer.BadParameter(f"{prompts} has no prompt; write one per line", param_hint="--prompts")
-    pair = named_pair(model, draft, dtype.torch, torch.device(device))
+    pair = named_pair(model, draft, chosen_dtype(dtype, torch.device(device)), torch.device(device))
     enable(pair.target)
     options = ProfileOptions(tuple(batch or DEFAULT_BATCH_SIZES), draft_length, max_new_tokens, temperature)
     with console.status("starting") as status:

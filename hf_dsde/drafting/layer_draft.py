@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_dsde.drafting.plain_layers import why_not_plain
+from hf_dsde.heads.dense_weights import dense_weight, is_dense, table_dtype
 from hf_dsde.utils.hub import local_folder
 
 if TYPE_CHECKING:
@@ -58,14 +60,27 @@ def initialise_draft(target: PreTrainedModel, layers: Sequence[int]) -> PreTrain
             or quantised.
     """
     _check_target(target)
+    found = why_not_plain(target.model.layers)
+    if found is not None:
+        raise ValueError(
+            f"target has quantised layers, which cannot be copied into a draft: {found}; load it unquantised. A draft "
+            "that is trained already may be loaded on it (load_draft)"
+        )
     indices = _check_layers(target, layers)
+    source: Any = target.model
+    copies = nn.ModuleList(copy.deepcopy(source.layers[index]) for index in indices)
+    return _assembled(target, indices, copies, copy.deepcopy(source.norm))
+
+
+def _assembled(
+    target: PreTrainedModel, indices: list[int], layers: nn.ModuleList | None, norm: nn.Module | None
+) -> PreTrainedModel:
+    """Put layers between a target's embedding and head; without layers, such without values, on no device."""
     config = _draft_config(target, indices)
     with torch.device("meta"):
         draft = _plain_class(target)(config)
     body, source = draft.model, target.model
-    source_layers: Any = source.layers
-    body.layers = nn.ModuleList(copy.deepcopy(source_layers[index]) for index in indices)
-    body.norm = copy.deepcopy(source.norm)
+    body.layers, body.norm = layers or body.layers, norm or body.norm
     # Every other part (rotary embedding with its buffers) has no trained state; the meta device gave it no values.
     for name, module in source.named_children():
         if name not in {"layers", "norm", "embed_tokens"}:
@@ -172,8 +187,14 @@ def load_draft(
         )
     _check_target(target)
     _check_same_target(description, target, folder)
-    draft = initialise_draft(target, description["layers"])
-    _own_weights(draft).load_state_dict(load_file(local / WEIGHTS_NAME))
+    indices, weights = _check_layers(target, description["layers"]), load_file(local / WEIGHTS_NAME)
+    if why_not_plain(target.model.layers) is None:
+        draft = initialise_draft(target, indices)
+        _own_weights(draft).load_state_dict(weights)
+    else:  # then the file's are the only plain ones
+        draft = _assembled(target, indices, None, None)
+        own = {name: tensor.to(target.device, target.dtype) for name, tensor in weights.items()}
+        _own_weights(draft).load_state_dict(own, assign=True)
     getattr(draft.config, CONFIG_KEY)["target_name"] = description["target"]["name"]
     return _place(draft, dtype, device).eval()
 
@@ -188,7 +209,7 @@ def embedding_fingerprint(model: PreTrainedModel) -> dict[str, str]:
     Returns:
         The hexadecimal digests by dtype name.
     """
-    weight: Any = model.get_input_embeddings().weight
+    weight = dense_weight(model.get_input_embeddings(), model.dtype)
     step = max(1, -(-weight.shape[0] // FINGERPRINT_ROWS))
     rows = weight.detach()[::step]
     return {
@@ -214,8 +235,6 @@ def _check_target(target: PreTrainedModel) -> None:
         raise ValueError(
             f"target lies on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}): load it on one device"
         )
-    if not all(parameter.is_floating_point() for parameter in body.layers.parameters()):
-        raise ValueError("target has quantised layers, which cannot be copied into a draft: load it unquantised")
 
 
 def _check_layers(target: PreTrainedModel, layers: Sequence[int]) -> list[int]:
@@ -237,6 +256,8 @@ def _plain_class(model: PreTrainedModel) -> Any:
 def _draft_config(target: PreTrainedModel, indices: list[int]) -> PreTrainedConfig:
     """A copy of the target's config for the layers `indices`."""
     config = copy.deepcopy(target.config)
+    if hasattr(config, "quantization_config"):  # a draft's own layers are not
+        del config.quantization_config
     count = config.num_hidden_layers
     config.num_hidden_layers = len(indices)
     for name, value in vars(target.config).items():
@@ -254,7 +275,11 @@ def _storage_aliases(target: PreTrainedModel) -> dict[int, Any]:
     Tied parameters stay tied, because one parameter has one alias.
     """
     shared = [*target.model.embed_tokens.parameters(), *target.lm_head.parameters()]
-    return {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in shared}
+    return {
+        # A quantised one is more than its numbers; it is frozen already.
+        id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) if is_dense(parameter) else parameter
+        for parameter in shared
+    }
 
 
 def _adopt_config(draft: PreTrainedModel, config: PreTrainedConfig) -> None:
@@ -291,7 +316,7 @@ def _check_same_target(description: dict[str, Any], target: PreTrainedModel, fol
                 f"draft {str(folder)!r} belongs to the target {wanted['name']!r} with {key} {wanted[key]}, "
                 f"but this target ({target.config._name_or_path!r}) has {key} {value}: load the draft's own target"
             )
-    dtype = str(target.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    dtype = str(table_dtype(target)).removeprefix("torch.")
     # float32 is compared after rounding to bfloat16, in which most models are published.
     key = dtype if dtype in FINGERPRINT_DTYPES else "bfloat16"
     if embedding_fingerprint(target)[key] != wanted["embedding_sha256"][key]:
@@ -309,7 +334,7 @@ def _place(draft: PreTrainedModel, dtype: torch.dtype | None, device: torch.devi
         nn.Module.to(draft, device)
     if dtype is not None and dtype != draft.dtype:
         # Parameters only: rotary frequencies are buffers and must stay in float32.
-        for parameter in draft.parameters():
+        for parameter in filter(is_dense, draft.parameters()):
             parameter.data = parameter.data.to(dtype)
         draft.config.dtype = dtype
     return draft

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_dsde.drafting.plain_layers import why_not_plain
 from hf_dsde.utils.checks import check_integer
 
 
@@ -41,6 +42,9 @@ def rounded_copy(target: PreTrainedModel, bits: int = 4, group_size: int = 64) -
     """
     check_integer("bits", bits, 2, 8)
     check_integer("group_size", group_size, 1)
+    found = why_not_plain(_decoder_layers(target))
+    if found is not None:
+        raise ValueError(f"target has quantised layers, which cannot be rounded again: {found}; load it unquantised")
     inputs_last = dict(_linear_weights(_decoder_layers(target)))
     shared: dict[int, Any] = {
         id(parameter): nn.Parameter(parameter.detach(), requires_grad=False)
@@ -94,19 +98,13 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def _linear_weights(layers: nn.ModuleList) -> Iterator[tuple[nn.Parameter, bool]]:
+def _linear_weights(layers: nn.ModuleList) -> Iterator[tuple[Any, bool]]:
     """Each weight of a linear map, and whether its input dimension comes last (otherwise last but one)."""
     for module in layers.modules():
         if isinstance(module, (nn.Linear, Conv1D)):
-            yield _float_weight(module.weight), not isinstance(module, Conv1D)
+            yield module.weight, not isinstance(module, Conv1D)
             continue
         for weight in module.parameters(recurse=False):
             # The weights of all experts in one parameter, `[experts, outputs, inputs]` or the other way round.
             if weight.dim() == 3:
-                yield _float_weight(weight), not getattr(module, "is_transposed", False)
-
-
-def _float_weight(weight: Any) -> nn.Parameter:
-    if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
-        raise ValueError("target has quantised layers, which cannot be rounded again: load it unquantised")
-    return weight
+                yield weight, not getattr(module, "is_transposed", False)

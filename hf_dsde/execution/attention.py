@@ -109,7 +109,10 @@ def packed_mask(visible: Tensor, shared: int, dtype: torch.dtype) -> Tensor:
     Returns:
         `[rows, 1, shared * width, view]`, of `dtype`.
     """
-    return additive_mask(visible, dtype).repeat(1, 1, shared, 1)
+    mask = additive_mask(visible, dtype)
+    if dtype == torch.float16:  # scores are float32, and may be larger than its largest number
+        mask.masked_fill_(~visible, float("-inf"))
+    return mask.repeat(1, 1, shared, 1)
 
 
 def packed_gqa_attention(

@@ -142,7 +142,19 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     hooked = [name for name, module in model.named_modules() if _has_hooks(module)]
     if hooked:
         return f"hooks run in its forward pass, the first in {hooked[0] or 'the model itself'!r}"
+    waiting = [name for name, module in model.named_modules() if _looks_for_outliers(module)]
+    if waiting:
+        return (
+            f"{waiting[0]!r} looks for outliers in every pass, which waits for the device; load the model with "
+            "BitsAndBytesConfig(llm_int8_threshold=0.0) to do without"
+        )
     return None
+
+
+def _looks_for_outliers(module: torch.nn.Module) -> bool:
+    """Whether a module is bitsandbytes' of 8 bits, which computes columns with large numbers apart."""
+    threshold: float = getattr(getattr(module, "state", None), "threshold", 0.0)
+    return type(module).__module__.startswith("bitsandbytes.") and threshold > 0
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:

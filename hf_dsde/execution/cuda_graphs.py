@@ -200,7 +200,9 @@ class NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation unless it waits."""
+        """Run an operation unless it waits; of a quantised weight's, look at those that it is made of."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
         if _waits(func, args, kwargs or {}):
             raise RuntimeError(f"{func} waits for the device, which nothing that is recorded may do")
         return func(*args, **(kwargs or {}))
@@ -308,6 +310,10 @@ class CapturedPasses(Generic[Entry]):
         self.limit = limit
         while len(self._entries) > limit:
             self._entries.popitem(last=False)
+
+    def places(self) -> list[Any]:
+        """Return what it is recorded under."""
+        return list(self._entries)
 
     def entries(self) -> list[Entry]:
         """Return what is recorded."""

@@ -26,6 +26,9 @@ from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.torch_modes import without_autocast
 from hf_dsde.kernels.block import Block
 
+_KEEP_NOTHING = frozenset({"torch", "transformers", "peft"})
+"""Packages whose modules share no memory with each other while they run."""
+
 
 class FusedOps(Protocol):
     """What a pass is made of beside the model's modules. `hf_dsde.kernels.reference` documents each operation."""
@@ -318,7 +321,9 @@ class FusedDecoder:
         """What each of some linear modules makes of `x`, `[T, N_i]`."""
         if self._taken_over(modules, x):
             return self._ops.linears(x, [module.weight for module in modules], [module.bias for module in modules])
-        return self._ops.side_by_side(modules, x)
+        if all(map(_may_run_beside, modules)):
+            return self._ops.side_by_side(modules, x)
+        return [module(x) for module in modules]
 
     def _gated(self, mlp: Any, x: Tensor) -> Tensor:
         """The gated product of an MLP, `[T, H]` to `[T, I]`."""
@@ -337,6 +342,11 @@ class FusedDecoder:
     def _head_norm(self, states: Tensor, norm: Norm) -> Tensor:
         """Normalise every head of `[T, heads, D]` by itself."""
         return self._ops.rms_norm(states.flatten(0, 1), norm.weight, norm.epsilon).view(states.shape)
+
+
+def _may_run_beside(module: nn.Module) -> bool:
+    """Whether a module can run while others do: quantisers' kernels may share a place for what is in between."""
+    return all(type(part).__module__.partition(".")[0] in _KEEP_NOTHING for part in module.modules())
 
 
 def _is_plain(module: nn.Module, dtype: torch.dtype) -> bool:

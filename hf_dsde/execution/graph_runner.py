@@ -24,10 +24,10 @@ from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multip
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
-from hf_dsde.execution.recording_key import Key, is_compiled
+from hf_dsde.execution.recording_key import is_compiled
 from hf_dsde.execution.row_block import RowBlock, Shape, somewhat_larger
 from hf_dsde.execution.spans import Span, portions, total_count
-from hf_dsde.execution.workspaces import RecordedPass, Workspace, workspaces
+from hf_dsde.execution.workspaces import RecordedPass, Workspace, WorkspaceKey, workspaces
 from hf_dsde.kernels.block import Block
 from hf_dsde.utils.transfers import upload
 
@@ -70,7 +70,7 @@ class GraphRunner(EagerRunner):
         options: RuntimeOptions,
         *,
         fused: FusedDecoder | None,
-        key: Key | None,
+        key: WorkspaceKey | None,
         make_capture: Callable[[], Capture],
         on_failure: Callable[[Exception], None],
         widths: tuple[int, ...] | None = None,
@@ -123,7 +123,7 @@ class GraphRunner(EagerRunner):
 
     def _key(self, shape: Shape, reach: int) -> Shape:
         """What a pass is recorded under."""
-        return *shape, reach, self.hidden_layers
+        return self._workspace.state, *shape, reach, self.hidden_layers
 
     def _shape(self, width: int, keep: int | None, *, tree: bool, exit_layer: int | None = None) -> Shape:
         """What tells recorded padded passes apart, apart from the bound on lengths."""

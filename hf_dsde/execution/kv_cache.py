@@ -54,6 +54,9 @@ class RaggedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write a block into its slots and return the view that the block's queries may look at.
 
+        In float16, a token whose states overflow is stored as numbers. Its slot weighs nothing once it is rejected, but
+        neither 0 * infinity nor a masked NaN is a number, and tokens before it would be lost with it.
+
         Args:
             key_states: `[rows, key_value_heads, width, head_dim]`.
             value_states: `[rows, key_value_heads, width, value_head_dim]`.
@@ -66,6 +69,8 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self._states()
+        if keys.dtype == torch.float16:
+            key_states, value_states = key_states.nan_to_num(0.0, 0.0, 0.0), value_states.nan_to_num()
         # Indexing, not `scatter_`: the latter took 15 times as long for bfloat16 on a CPU.
         rows, slots = place = self.plan.place_on(key_states.device)
         keys.transpose(1, 2)[place] = key_states.transpose(1, 2)

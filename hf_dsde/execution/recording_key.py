@@ -3,14 +3,18 @@
 A recorded pass reads weights where they lay, and does what modules and settings said at the time. So what can change
 that between two calls is looked at in each: addresses and dtypes of weights, types and attributes of modules, functions
 that were replaced on modules, on classes or in modeling files, the configuration, and torch's settings.
+
+What adapters add to a model is kept apart from the rest: they are switched between calls and back again, and what was
+recorded with each of them stays right as long as the model around them is the same.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -21,7 +25,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_dsde import compat
 from hf_dsde.execution.torch_modes import Autocast
 
-KNOWN_PACKAGES = frozenset({"torch", "transformers", "peft", "hf_dsde"})
+QUANTISERS = frozenset({"bitsandbytes", "compressed_tensors", "gptqmodel", "hqq", "optimum", "torchao"})
+"""Packages of modules with quantised weights; `optimum` is that of quanto."""
+ADAPTERS = "peft"
+"""The package whose modules sit around those of a model."""
+KNOWN_PACKAGES = QUANTISERS | {"torch", "transformers", ADAPTERS, "hf_dsde"}
 """Their modules compute what weights, attributes and configuration say. Others may ask whatever they like."""
 KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate"}
 """Their functions may take the place of a module's `forward`, and call only what they were made with."""
@@ -32,20 +40,45 @@ _NUMBERS_AND_NAMES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 )
 
+_ADAPTED = frozenset({"base_layer", "original_module"})
+"""Children of an adapter's module that are the model's own."""
+
 Key = tuple[Any, ...]
 
 
-def recording_key(model: PreTrainedModel) -> Key | None:
+class RecordingKey(NamedTuple):
+    """What has to be equal for recordings of a model's passes to be right.
+
+    Attributes:
+        model: Of the model as it is without adapters, and of torch's settings.
+        adapters: Of what adapters added: which there are, which of them are active, and how.
+    """
+
+    model: Key
+    adapters: Key
+
+
+def recording_key(model: PreTrainedModel) -> RecordingKey | None:
     """Return what has to be equal for recordings of a model's passes to be right; None when nothing could tell.
 
     None is for modules and `forward`s from elsewhere, which may depend on anything. Functions count by identity and are
     not kept alive, nor is the model.
     """
+    everything = _modules(model)
+    own = _key([module for module, added in everything if not added])
+    adapters = _key([module for module, added in everything if added])
+    if own is None or adapters is None:
+        return None
+    return RecordingKey((*own, _settings(model)), adapters)
+
+
+def _key(modules: Sequence[nn.Module]) -> Key | None:
+    """What modules say of themselves; None if one of them may depend on anything."""
     weights: list[Key] = []
     attributes: list[Any] = []
     classes: dict[type, None] = {}
     configurations: dict[int, Any] = {}
-    for module in _modules(model):
+    for module in modules:
         own, kind = vars(module), type(module)
         classes[kind] = None
         if "forward" in own and not _only_wraps(own["forward"]):
@@ -63,7 +96,7 @@ def recording_key(model: PreTrainedModel) -> Key | None:
                 attributes += name, value if type(value) in _NUMBERS_AND_NAMES else _digest(value, configurations)
     if not {_package(kind.__module__) for kind in classes} <= KNOWN_PACKAGES:
         return None
-    return tuple(weights), tuple(attributes), tuple(map(_class_key, classes)), _files_key(classes), _settings(model)
+    return tuple(weights), tuple(attributes), tuple(map(_class_key, classes)), _files_key(classes)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -74,19 +107,26 @@ def is_compiled(model: nn.Module) -> bool:
         module._compiled_call_impl is not None
         or isinstance(module, torch._dynamo.OptimizedModule)
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-        for module in _modules(model)
+        for module, _ in _modules(model)
     )
 
 
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """A model's modules, each once. Walking them with its own iterators takes several times as long."""
-    found: dict[int, nn.Module] = {}
-    waiting = [model]
+def _modules(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """A model's modules, each once, and whether adapters added it.
+
+    Walking them with the model's own iterators takes several times as long.
+    """
+    found: dict[int, tuple[nn.Module, bool]] = {}
+    waiting = [(model, False)]
     while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            waiting += [child for child in module._modules.values() if child is not None]
+        module, added = waiting.pop()
+        if id(module) in found:
+            continue
+        adapter = _package(type(module).__module__) == ADAPTERS
+        found[id(module)] = module, added or adapter
+        for name, child in module._modules.items():
+            if child is not None:
+                waiting.append((child, name not in _ADAPTED if adapter else added))
     return list(found.values())
 
 
@@ -100,9 +140,12 @@ def _weight(tensor: Tensor) -> Key | None:
         names, context = tensor.__tensor_flatten__()
         parts = [_weight(getattr(tensor, name)) for name in names]
         return None if None in parts else (type(tensor), _digest(context, {}), *parts)
-    if type(tensor) not in (Tensor, nn.Parameter):
-        return None
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    if type(tensor) in (Tensor, nn.Parameter):
+        return place
+    if _package(type(tensor).__module__) in QUANTISERS:  # scales are in attributes of it
+        return type(tensor), *place, _digest(vars(tensor), {})
+    return None
 
 
 def _digest(value: Any, configurations: dict[int, Any]) -> Any:
@@ -117,12 +160,19 @@ def _digest(value: Any, configurations: dict[int, Any]) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         entries = (_digest(entry, configurations) for entry in value)
         return kind, tuple(entries) if isinstance(value, (list, tuple)) else frozenset(entries)
-    if isinstance(value, PretrainedConfig):  # one that all modules share
+    if isinstance(value, PretrainedConfig) or _holds_scales(value):  # all modules share one configuration
         if id(value) not in configurations:
             configurations[id(value)] = None  # may be part of itself
             configurations[id(value)] = kind, _digest(vars(value), configurations)
         return configurations[id(value)]
     return _identity(value)
+
+
+def _holds_scales(value: Any) -> bool:
+    """Whether a value is an object that a quantiser keeps numbers in."""
+    kind = type(value)
+    known = _package(kind.__module__) in QUANTISERS and hasattr(value, "__dict__")
+    return known and not isinstance(value, (nn.Module, type, Enum)) and not callable(value)
 
 
 def _identity(value: Any) -> Any:

@@ -1,12 +1,16 @@
 """What outlives a call of a model: its cache and the passes recorded over it, and what tells one call's from another's.
 
 A recorded pass knows addresses and nothing else. So it is kept under a key that holds all that it depends on.
+
+Adapters are switched between calls and back again. That moves neither the model's own weights nor the cache, so a
+workspace keeps what was recorded with each set of active adapters, all over one cache and in one pool of memory.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +23,7 @@ from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recorded_chain import ChainStep
-from hf_dsde.execution.recording_key import Key, recording_key
+from hf_dsde.execution.recording_key import Key, RecordingKey, recording_key
 from hf_dsde.execution.torch_modes import lasting
 from hf_dsde.kernels.block import Block
 
@@ -50,24 +54,68 @@ class RecordedPass:
     chain: ChainStep | None = None
 
 
+class WorkspaceKey(NamedTuple):
+    """What has to be equal for a recorded pass to be used again.
+
+    Attributes:
+        rows: Rows of the cache.
+        fused: Whether `FusedDecoder` runs the passes.
+        options: Fields of `RuntimeOptions` that decide what a pass is.
+        model: Of the model without adapters; a cache is for any adapters.
+        adapters: Of the adapters.
+    """
+
+    rows: int
+    fused: bool
+    options: tuple[Any, ...]
+    model: Key
+    adapters: Key
+
+
 @dataclass
 class Workspace:
     """What outlives a call: a cache, and the passes recorded over it. It does not keep the model alive.
 
     Attributes:
-        key: What has to be equal for another call to use it.
+        key: What has to be equal for another call to use what is recorded under `state`.
         cache: Keys and values.
-        passes: Recorded passes.
+        passes: Recorded passes of all states, under keys that begin with the state's number.
         capture: Records further ones.
         anchor: Holds the memory that recordings share while there are none, so that it is used again: torch takes that
             of a pool without recordings back only when a device has run out of memory.
+        state: Number of the adapters' state that is recorded and replayed now.
+        states: Number of each state that something may be recorded of -> `adapters` of its key.
     """
 
-    key: Key | None
+    key: WorkspaceKey | None
     cache: RaggedCache
     passes: CapturedPasses[RecordedPass]
     capture: Capture
     anchor: Replay[Tensor] | None = None
+    state: int = 0
+    states: dict[int, Key] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Number the first state."""
+        if self.key is not None:
+            self.states[self.state] = self.key.adapters
+
+    def serves(self, key: WorkspaceKey | None, capacity: int) -> bool:
+        """Whether passes of that key can be recorded over this cache, if they are not recorded already."""
+        if self.key is None or key is None:
+            return self.key is key
+        return self.key[:-1] == key[:-1] and self.cache.capacity >= capacity
+
+    def enter(self, key: WorkspaceKey | None) -> None:
+        """Go over to the state of a key that this workspace serves."""
+        if key is None or key == self.key:
+            return
+        recorded = {place[0] for place in self.passes.places()}
+        self.states = {state: adapters for state, adapters in self.states.items() if state in recorded}
+        known = (state for state, adapters in self.states.items() if adapters == key.adapters)
+        self.state = next(known, max(self.states, default=-1) + 1)
+        self.states[self.state] = key.adapters
+        self.key = key
 
     @property
     def costs(self) -> RecordingCosts:
@@ -88,18 +136,22 @@ class Workspaces:
         self._idle: WeakKeyDictionary[PreTrainedModel, list[Workspace]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def take(self, model: PreTrainedModel, key: Key | None, capacity: int) -> Workspace | None:
-        """Return a workspace with that key and at least that capacity; if there is none, free the idle ones.
+    def take(self, model: PreTrainedModel, key: WorkspaceKey | None, capacity: int) -> Workspace | None:
+        """Return a workspace for that key, of at least that capacity; if there is none, free the idle ones.
 
-        Of no key, the workspace that is returned has neither a cache that is large enough nor anything recorded.
+        One that was used with the same adapters last comes first. Of no key, the workspace that is returned has neither
+        a cache that is large enough nor anything recorded.
         """
         with self._lock:
             idle = self._idle.get(model, [])
-            for place, workspace in enumerate(idle):
-                if workspace.key == key and (key is None or workspace.cache.capacity >= capacity):
-                    return idle.pop(place)
-            self._idle.pop(model, None)
-            return None
+            fitting = [workspace for workspace in idle if workspace.serves(key, capacity)]
+            if not fitting:
+                self._idle.pop(model, None)
+                return None
+            taken = next((workspace for workspace in fitting if workspace.key == key), fitting[0])
+            self._idle[model] = [workspace for workspace in idle if workspace is not taken]
+            taken.enter(key)
+            return taken
 
     def give_back(self, model: PreTrainedModel, workspace: Workspace) -> None:
         """Keep a workspace for later calls; of one without a key, the memory for what they record."""
@@ -124,7 +176,7 @@ class Workspaces:
 workspaces = Workspaces()
 
 
-def workspace_key(model: PreTrainedModel, rows: int, options: RuntimeOptions, fused: bool) -> Key | None:
+def workspace_key(model: PreTrainedModel, rows: int, options: RuntimeOptions, fused: bool) -> WorkspaceKey | None:
     """Return what has to be equal for a workspace to be used again; None when nothing could tell.
 
     Args:
@@ -133,5 +185,5 @@ def workspace_key(model: PreTrainedModel, rows: int, options: RuntimeOptions, fu
         options: How passes are run.
         fused: Whether `FusedDecoder` runs them.
     """
-    key = recording_key(model)
-    return None if key is None else (rows, fused, options.view_bucket, options.packed_attention, key)
+    key: RecordingKey | None = recording_key(model)
+    return None if key is None else WorkspaceKey(rows, fused, (options.view_bucket, options.packed_attention), *key)

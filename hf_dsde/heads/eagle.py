@@ -45,7 +45,7 @@ class EagleHead(DraftHead):
     def project(self, features: Sequence[Tensor]) -> Tensor:
         """Return the one feature as it is."""
         (feature,) = features
-        return feature.to(self.fc.weight.dtype)
+        return feature.to(self.dtype)
 
     def _guess(
         self, embeddings: Tensor, states: Tensor, masks: list[Tensor], shared: dict[str, Any]

@@ -125,7 +125,7 @@ class Eagle3Head(DraftHead):
 
     def project(self, features: Sequence[Tensor]) -> Tensor:
         """Normalise the features, where the head does, and join them by one product."""
-        parts = [part.to(self.fc.weight.dtype) for part in features]
+        parts = [part.to(self.dtype) for part in features]
         if self.settings.fc_norm:
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         joined = torch.cat(parts, dim=-1)

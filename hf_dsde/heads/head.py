@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from transformers.utils.generic import ModelOutput
 
 from hf_dsde import compat
+from hf_dsde.heads.dense_weights import dense_weight, is_dense
 
 DECODER_PARTS: dict[str, tuple[Any, Any, Any]] = {
     "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
@@ -143,8 +144,8 @@ class DraftHead(PreTrainedModel):
     def share_with(self, target: PreTrainedModel, *, embed_tokens: bool = True, lm_head: bool = False) -> None:
         """Take frozen weights of the target; `save_head` can leave them out then.
 
-        They are parameters over the target's storage if the head has its dtype and device, and copies otherwise. With a
-        draft vocabulary the product is cut to it, which is a copy as well.
+        They are parameters over the target's storage if the head has its dtype and device, and copies otherwise, as of
+        quantised weights. With a draft vocabulary the product is cut to it, which is a copy as well.
 
         Args:
             target: The head's target.
@@ -156,7 +157,7 @@ class DraftHead(PreTrainedModel):
         """
         source: Any = target.get_input_embeddings()
         if embed_tokens:
-            self._share("embed_tokens", source.weight)
+            self._share("embed_tokens", dense_weight(source, self._plain().dtype))
         if lm_head:
             product: Any = target.get_output_embeddings()
             if product is None:
@@ -170,7 +171,8 @@ class DraftHead(PreTrainedModel):
                     "lm_head of its own"
                 )
             ids = self.draft_ids
-            self._share("lm_head", product.weight if ids is None else product.weight[ids.to(product.weight.device)])
+            weight = dense_weight(product, self._plain().dtype)
+            self._share("lm_head", weight if ids is None else weight[ids.to(weight.device)])
 
     def shares(self, name: str) -> bool:
         """Whether the weight of "embed_tokens" or "lm_head" still is the one that `share_with` took."""
@@ -184,10 +186,14 @@ class DraftHead(PreTrainedModel):
                 f"{name}: the target's has the shape {tuple(weight.shape)}, the head needs {tuple(held.shape)}; use a "
                 f"head with {name} of its own, or the target that it was trained for"
             )
-        own = next(self.layers.parameters())
-        parameter = nn.Parameter(weight.detach().to(own), requires_grad=False)
+        own = self._plain()
+        parameter = nn.Parameter(weight.detach().to(own.device, own.dtype), requires_grad=False)
         getattr(self, name).weight = parameter
         self._shared[name] = parameter
+
+    def _plain(self) -> nn.Parameter:
+        """A weight that is a head's own and not quantised: each layer has norms."""
+        return next(weight for weight in self.layers.parameters() if is_dense(weight))
 
     def _attention_arguments(self, states: Tensor, position_ids: Tensor | None, past_key_values: Any) -> dict[str, Any]:
         """What every layer gets, its mask apart."""

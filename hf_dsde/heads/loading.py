@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_dsde.heads.checkpoint import PATTERNS, Checkpoint, open_checkpoint, wanted_weights
+from hf_dsde.heads.dense_weights import table_dtype
 from hf_dsde.heads.eagle import EagleHead
 from hf_dsde.heads.eagle3 import Eagle3Head
 from hf_dsde.heads.formats import Description, Target, describe
@@ -65,7 +66,7 @@ def load_head(
     description = describe(checkpoint, facts, given)
     embedding: Any = target.get_input_embeddings()
     place = torch.device(embedding.weight.device if device is None else device)
-    kind = embedding.weight.dtype if dtype is None else dtype
+    kind = table_dtype(target) if dtype is None else dtype
     head = _empty_head(description, facts)
     wanted = _check_weights(head, description, checkpoint)
     _set_draft_ids(head, checkpoint)

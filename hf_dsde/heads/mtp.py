@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dsde.heads.checkpoint import CONFIG_NAME, WEIGHTS_NAME, Checkpoint, open_checkpoint, shards, wanted_weights
+from hf_dsde.heads.dense_weights import table_dtype
 from hf_dsde.heads.head import DraftHead
 from hf_dsde.utils.hub import local_folder
 
@@ -114,7 +115,7 @@ class MtpHead(DraftHead):
     def project(self, features: Sequence[Tensor]) -> Tensor:
         """Return the one feature as it is."""
         (feature,) = features
-        return feature.to(self.eh_proj.weight.dtype)
+        return feature.to(self.dtype)
 
     def _guess(
         self, embeddings: Tensor, states: Tensor, masks: list[Tensor], shared: dict[str, Any]
@@ -171,7 +172,7 @@ def load_mtp(
         raise ValueError(f"folder {str(folder)!r} holds no MTP layer: pass the published checkpoint of the target")
     embedding: Any = target.get_input_embeddings()
     place = torch.device(embedding.weight.device if device is None else device)
-    kind = embedding.weight.dtype if dtype is None else dtype
+    kind = table_dtype(target) if dtype is None else dtype
     own = layer_config(config)
     with torch.device("meta"):
         head = MtpHead(own, target, state_first=family.state_first)

@@ -16,7 +16,7 @@ of the launch, so a recorded launch stays right when the contents change.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from math import e, log2
 
 import torch
@@ -28,6 +28,7 @@ from torch.nn import functional
 from hf_dsde.kernels.attention_plan import FEWEST_SLOTS, LaunchPlan, plan_launch
 from hf_dsde.kernels.block import Block
 from hf_dsde.kernels.chaining import await_inputs, chaining
+from hf_dsde.kernels.fitting import launch_that_fits
 from hf_dsde.kernels.launching import on_its_device, shared_memory
 from hf_dsde.kernels.trees import begin_of_tree, visible_in_tree
 from hf_dsde.utils.tuning import tuning_of
@@ -321,7 +322,9 @@ def ragged_attention(
         shared_memory(q.device),
         tuning.attention,
     )
-    return launch_attention(q, keys, values, block, scaling, window, plan)
+    sizes = (q.dtype, keys.shape[3], values.shape[3], window, chain)
+    launch = partial(launch_attention, q, keys, values, block, scaling, window)
+    return launch_that_fits(q.device, sizes, plan, launch)
 
 
 def _causal_attention(q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
+from typing import Any
 
 import torch
 
 LOWEST_CAPABILITY = (8, 0)
-"""Compute capability that the kernels need: tensor cores for bfloat16, and copies that run ahead."""
+"""Compute capability that the kernels need: tensor cores for bfloat16, and copies that run ahead.
+
+Triton 3.6 names 8.0 as the oldest that it supports. For 7.0 (V100) and 7.5 (T4) it does compile these kernels, but
+products become sums on ordinary cores, in bfloat16 too, which these devices do not have at all. There the model's own
+forward pass is recorded, which is torch's kernels in float16."""
 OLDEST_TRITON = (3, 3)
 """The version that comes with the oldest torch that this package takes."""
 
 
 @cache
-def ops_for(device: torch.device) -> ModuleType:
-    """Return the module whose functions are the fused ops: Triton kernels where they run, plain torch elsewhere."""
+def ops_for(device: torch.device) -> Any:
+    """Return what has the fused ops as functions: Triton kernels where they run, plain torch elsewhere."""
     if device.type == "cuda" and why_no_kernels(device) is None:
         from hf_dsde.kernels import elementwise as kernels
+        from hf_dsde.kernels.fitting import FittedOps
 
-        return kernels
+        return FittedOps(kernels)
     from hf_dsde.kernels import reference
 
     return reference

@@ -184,13 +184,13 @@ def ragged_attention(
     reach = min(reach, keys.shape[2])
     parts = []
     for part in torch.arange(len(q), device=q.device).split(QUERIES_AT_ONCE):
-        rows, visible = block.rows[part], _visible(block, part, len(keys), reach, window)
+        rows, visible = block.rows[part], visible_to(block, part, len(keys), reach, window)
         parts.append(_attend(q[part], keys[rows, :, :reach], values[rows, :, :reach], visible, scaling))
     return torch.cat(parts)
 
 
-def _visible(block: Block, part: Tensor, rows: int, reach: int, window: int | None) -> Tensor:
-    """Say which slots the tokens `part` of a block see, `[len(part), reach]`."""
+def visible_to(block: Block, part: Tensor, rows: int, reach: int, window: int | None) -> Tensor:
+    """Say which slots the tokens `part` of a block over so many rows see, `[len(part), reach]`, bool."""
     query = block.positions[part].clamp_min(0)[:, None]
     slot = torch.arange(reach, device=query.device)
     if block.ancestors is None:

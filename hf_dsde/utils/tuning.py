@@ -167,6 +167,14 @@ def tuning_of(device: torch.device) -> Tuning:
     return tuning_for(_capability(torch.cuda.current_device() if device.index is None else device.index))
 
 
+def half_precision(device: torch.device) -> torch.dtype:
+    """Return the two-byte dtype of a device: bfloat16, or float16 on GPUs before Ampere, which lack the other."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return torch.bfloat16
+    capability = _capability(torch.cuda.current_device() if device.index is None else device.index)
+    return torch.float16 if capability is not None and capability < (8, 0) else torch.bfloat16
+
+
 @cache
 def _capability(index: int) -> tuple[int, int] | None:
     """CUDA compute capability of a GPU; AMD's have numbers that look like one."""

@@ -215,7 +215,9 @@ def passes_of(
     return output.logits, output.hidden[0]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.15)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.15), (torch.float16, 0.03)], ids=str
+)
 @pytest.mark.parametrize("keep", [None, 1])
 @pytest.mark.parametrize("settings", RUNNERS.values(), ids=RUNNERS)
 @pytest.mark.parametrize("kind", HEADS)

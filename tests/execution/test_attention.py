@@ -135,6 +135,16 @@ def test_packed_attention_equals_repeated_heads(key_value_heads: int, scaling: f
     check_attention(packed_gqa_attention, key_value_heads, scaling=scaling)
 
 
+def test_packed_masks_hide_scores_that_are_larger_than_any_float16() -> None:
+    query, key, value = torch.ones(1, 2, 1, 4).half(), torch.ones(1, 1, 3, 4).half(), torch.randn(1, 1, 3, 4).half()
+    key[:, :, 2] = 6e4  # a score of 240000
+    visible = torch.tensor([True, True, False]).view(1, 1, 1, 3)
+    mask = attention.packed_mask(visible, 2, torch.float16)
+    output, _ = packed_gqa_attention(nn.Identity(), query, key, value, mask, scaling=1.0)
+    expected = value[:, :, :2].mean(2, keepdim=True).expand_as(output)
+    torch.testing.assert_close(output, expected, rtol=2e-3, atol=2e-3)
+
+
 def _interleaved_heads(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, *arguments: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:

@@ -264,6 +264,17 @@ def test_norm_rounds_before_the_weight_and_the_sum_before_the_norm():
     assert (normed == unit.half() * weight).float().mean() > 0.99
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # a GPU has no warnings
+def test_norm_of_states_whose_squares_float16_cannot_hold():
+    x, residual, weight = 3e4 * torch.randn(3, 96).clamp(-1, 1), 3e4 * torch.rand(3, 96), torch.randn(96)
+    x, residual, weight = x.half(), residual.half(), weight.half()
+    normed, summed = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    assert summed.isfinite().all()
+    assert summed.abs().max() > 3e4
+    expected = slow_norm(summed, weight, 1e-5)
+    torch.testing.assert_close(normed.double(), expected, rtol=2e-3, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # to infinity, as intended; a GPU has no warnings
 def test_gated_product_is_that_of_the_definition():
     both = torch.randn(3, 2 * 1100) * 4
@@ -302,6 +313,46 @@ def test_rotation_rounds_each_product():
     )
     half_turned = torch.cat((-q[..., 8:], q[..., :8]), dim=-1)
     assert torch.equal(turned, q * cos[:, None] + half_turned * sin[:, None])
+    assert torch.equal(values[0, :, :2].transpose(0, 1), v)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_gated_product_rounds_where_torch_rounds():
+    gate, up = (4 * torch.randn(3, 1100)).half(), torch.randn(3, 1100).half()
+    same = kernels.silu_mul(gate, up) == reference.silu_mul(gate, up)
+    assert same.float().mean() > 0.99
+
+
+def test_scores_that_float16_cannot_hold_are_float32():
+    given = make_attention(AttentionCase((300, 10), (3, 2)), torch.float16)
+    given = replace(given, q=(given.q * 300).half(), keys=(given.keys * 90).half())
+    out = run(given)
+    assert ((given.q.double() @ given.keys[0, 0].double().T) * given.scaling).abs().max() > 2e5
+    torch.testing.assert_close(out.double(), slow_attention(given), rtol=0, atol=TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_fused_pass_in_float16_is_that_of_plain_torch(family, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model, counts = tiny_model(family, num_hidden_layers=1).half(), (5, 3)
+    rows = torch.arange(2).repeat_interleave(torch.tensor(counts))
+    positions = torch.cat([torch.arange(count) for count in counts])
+    tokens = torch.randint(3, 90, (sum(counts),), generator=torch.Generator().manual_seed(0))
+    starts, count = torch.tensor([0, 5]).int(), torch.tensor(counts).int()
+    found, wanted = (
+        FusedDecoder(model, ops)(Block(tokens, rows, positions, starts, count, 5), RaggedCache(1, 64, 2), 64, None)
+        for ops in (kernels, reference)
+    )
+    assert found.logits.dtype is torch.float16
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_entropy_and_top_of_half_precision_are_those_of_the_same_numbers_in_float32(dtype):
+    logits = (30 * torch.randn(3, 5000)).to(dtype)
+    logits[0, 7] = float("-inf")
+    for found, expected in zip(kernels.entropy_and_top(logits), kernels.entropy_and_top(logits.float()), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("make", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)

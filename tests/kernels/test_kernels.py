@@ -66,10 +66,10 @@ def test_attention_compiles_to_tensor_cores_fed_by_asynchronous_copies(
     assert compiled.metadata.shared <= 113 * 1024  # two programs per multiprocessor
 
 
-def _compile_attention(plan, dim=128, divided=False, window=0, capability=90, tree=0):
+def _compile_attention(plan, dim=128, divided=False, window=0, capability=90, tree=0, dtype="bf16"):
     from hf_dsde.kernels import attention as attention_kernel
 
-    pointers = dict.fromkeys(("q", "keys", "values"), "*bf16") | dict.fromkeys(
+    pointers = dict.fromkeys(("q", "keys", "values"), f"*{dtype}") | dict.fromkeys(
         ("rows", "positions", "slots", "ancestors"), "*i64"
     )
     types = pointers | {
@@ -80,7 +80,7 @@ def _compile_attention(plan, dim=128, divided=False, window=0, capability=90, tr
         "splits": "i32",
         "log_scale": "fp32",
     }
-    types |= dict.fromkeys(("out", "logsums"), "*fp32" if divided else "*bf16")
+    types |= dict.fromkeys(("out", "logsums"), "*fp32" if divided else f"*{dtype}")
     sizes = {"group": 4, "window": window, "dim": dim, "value_dim": dim, "block_dim": dim, "block_value": dim}
     blocks = {"block_m": plan.block_m, "block_n": plan.block_n, "divided": divided, "fewest": 128, "precision": "tf32"}
     kernel = attention_kernel._attention_kernel
@@ -88,18 +88,34 @@ def _compile_attention(plan, dim=128, divided=False, window=0, capability=90, tr
     return _compile(kernel, types, sizes | blocks, plan.warps, plan.stages, capability)
 
 
-@pytest.mark.parametrize(("capability", "shared"), [(80, 163), (86, 99), (89, 99), (90, 227)])
-def test_planned_attention_gets_the_shared_memory_that_it_needs(tmp_path, monkeypatch, capability, shared):
+@pytest.mark.parametrize(
+    ("capability", "shared", "dtype"), [(80, 163, "bf16"), (86, 99, "fp16"), (89, 99, "bf16"), (90, 227, "fp16")]
+)
+def test_planned_attention_gets_the_shared_memory_that_it_needs(tmp_path, monkeypatch, capability, shared, dtype):
     """Of A100; A10 and 3090; L4 and 4090; H100. Heads of 256 with many queries need the most."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from hf_dsde.kernels.attention_plan import plan_launch
 
     for queries, dim in ((4, 128), (128, 128), (128, 256)):
         plan = plan_launch(queries, 64, 4096, dim, 2, 100, shared << 10)
-        compiled = _compile_attention(plan, dim=dim, capability=capability)
+        compiled = _compile_attention(plan, dim=dim, capability=capability, dtype=dtype)
         assert compiled.metadata.shared <= shared << 10
+        assert f"f32.{dtype.replace('fp', 'f')}." in compiled.asm["ptx"], "no tensor cores"
         if queries == 4:
             assert plan == plan_launch(queries, 64, 4096, dim, 2, 100)
+
+
+@pytest.mark.parametrize(("capability", "shared"), [(70, 96), (75, 64)])
+def test_before_ampere_attention_would_fit_and_have_no_tensor_cores(tmp_path, monkeypatch, capability, shared):
+    """Of V100; T4. That is why there `why_no_kernels` leaves passes to the model's own modules."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from hf_dsde.kernels.attention_plan import plan_launch
+
+    plan = plan_launch(128, 64, 4096, 256, 2, 40, shared << 10)
+    compiled = _compile_attention(plan, dim=256, capability=capability, dtype="fp16")
+    assert compiled.metadata.shared <= shared << 10
+    assert "mma" not in compiled.asm["ptx"]
+    assert "cp.async" not in compiled.asm["ptx"]
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):

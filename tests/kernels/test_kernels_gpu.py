@@ -98,7 +98,7 @@ def test_entropy_and_top_of_a_real_vocabulary_are_those_of_torch(kernels, rows):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("case", ATTENTION_CASES.values(), ids=ATTENTION_CASES)
 def test_attention_is_that_of_the_definition(kernels, case, dtype):
     given = make_attention(case, dtype, "cuda")
@@ -106,7 +106,7 @@ def test_attention_is_that_of_the_definition(kernels, case, dtype):
     torch.testing.assert_close(out.double().cpu(), slow_attention(given), rtol=1e-2, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize(
     "name",
     [
@@ -130,7 +130,7 @@ REAL_SHAPES = [
     *((LLAMA_8B, ALONE, width, BFLOAT16) for width in (1, 6, 13, 200)),
     *((LLAMA_8B, FEW, width, BFLOAT16) for width in (1, 200)),
     *((LLAMA_8B, MANY, width, BFLOAT16) for width in (1, 6)),
-    *((DRAFT_1B, rows, 1, BFLOAT16) for rows in (ALONE, MANY)),
+    *((DRAFT_1B, rows, 1, dtype) for rows in (ALONE, MANY) for dtype in (BFLOAT16, FLOAT16)),
     *((QWEN_32B, rows, 6, BFLOAT16) for rows in (FEW, MANY)),
     (SMALL, ALONE, 6, BFLOAT16),
     (SMALL, MANY, 1, BFLOAT16),
@@ -157,7 +157,7 @@ def test_attention_of_real_shapes_is_that_of_plain_torch(kernels, sizes, lengths
     torch.testing.assert_close(out.double(), attend(reference, precise).double(), rtol=1e-2, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 def test_attention_of_a_long_prompt_that_is_alone_is_that_of_plain_torch(kernels, dtype):
     case = AttentionCase((0, 0, 0), (0, 1500, 0), heads=8, kv_heads=2, dim=64, value_dim=64)
     given = make_attention(case, dtype, "cuda")
@@ -224,7 +224,14 @@ def test_a_cache_of_more_than_two_to_the_31_elements(kernels):
 
 @pytest.mark.parametrize(
     ("rows", "dim", "dtype"),
-    [(1, 4096, BFLOAT16), (7, 5120, BFLOAT16), (3, 576, BFLOAT16), (2000, 128, BFLOAT16), (64, 1536, FLOAT32)],
+    [
+        (1, 4096, BFLOAT16),
+        (7, 5120, BFLOAT16),
+        (3, 576, BFLOAT16),
+        (2000, 128, BFLOAT16),
+        (64, 1536, FLOAT32),
+        (7, 5120, FLOAT16),
+    ],
     ids=str,
 )
 def test_norms_and_products_are_those_of_plain_torch(kernels, rows, dim, dtype):
@@ -290,28 +297,31 @@ def test_products_of_few_tokens_are_those_of_the_definition(kernels, name, dtype
     torch.testing.assert_close(kernels.gated_linear(x, gate, up).cpu(), expected, **near)
 
 
-def whole_numbers(*size, bound, seed):
+def whole_numbers(*size, bound, seed, dtype):
     """Their sums are exact in float32, whatever the order, so that results can be compared bit by bit."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randint(-bound, bound + 1, size, generator=generator, device="cuda").to(BFLOAT16)
+    return torch.randint(-bound, bound + 1, size, generator=generator, device="cuda").to(dtype)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 8, 16, 29, 64])
 @pytest.mark.parametrize(
     ("rows", "width"), [((1536, 512, 512), 1536), ((6144, 6144), 1536), ((1536,), 6144), ((4096, 1024, 1024), 4096)]
 )
-def test_products_of_real_shapes_equal_those_of_plain_torch_bit_for_bit(kernels, rows, width, tokens):
-    x = whole_numbers(tokens, width, bound=9, seed=0)
-    weights = [whole_numbers(count, width, bound=3, seed=place) for place, count in enumerate(rows, start=1)]
+def test_products_of_real_shapes_equal_those_of_plain_torch_bit_for_bit(kernels, rows, width, tokens, dtype):
+    x = whole_numbers(tokens, width, bound=50, seed=0, dtype=dtype)
+    weights = [
+        whole_numbers(count, width, bound=3, seed=place, dtype=dtype) for place, count in enumerate(rows, start=1)
+    ]
     biases = [weight[:, 5].clone() if place % 2 else None for place, weight in enumerate(weights)]
     for result, weight, bias in zip(kernels.linears(x, weights, biases), weights, biases, strict=True):
         exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        assert (exact.to(BFLOAT16) != exact).any()
-        assert torch.equal(result, exact.to(BFLOAT16))
+        assert (exact.to(dtype) != exact).any()
+        assert torch.equal(result, exact.to(dtype))
     gates, ups = weights[0] / 64, weights[-1][: len(weights[0])]
     if len(gates) == len(ups):
         exact = [functional.linear(x.double(), weight.double()).cpu() for weight in (gates, ups)]
-        same = kernels.gated_linear(x, gates, ups).cpu() == rounded_gated(*exact, BFLOAT16)
+        same = kernels.gated_linear(x, gates, ups).cpu() == rounded_gated(*exact, dtype)
         assert same.double().mean() > 0.995  # exponentials may differ in their last bit
 
 
