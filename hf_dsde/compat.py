@@ -156,9 +156,42 @@ def layer_types(config: PretrainedConfig) -> list[str]:
 
 
 def attention_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Return `config` and its nested configurations: each holds an attention setting of its own."""
-    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    """Return `config` and its nested configurations, each of which holds an attention setting of its own.
+
+    Those of encoders of images are left out: what looks at an image has no cache.
+    """
+    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {}) if name != VISION_CONFIG]
     return [config, *(sub for sub in nested if isinstance(sub, PretrainedConfig))]
+
+
+VISION_CONFIG = "vision_config"
+"""Where the configuration of a model that takes images holds that of what looks at them."""
+STAND_INS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+"""Fields of a configuration that name a token which stands for a part of an image or a video."""
+POSITION_MEMORY = "rope_deltas"
+"""Attribute in which some models keep how positions went on after the last prompts. Passes that are given positions do
+not read it."""
+
+
+def takes_images(model: nn.Module) -> bool:
+    """Whether a model looks at images beside tokens."""
+    return getattr(getattr(model, "config", None), VISION_CONFIG, None) is not None
+
+
+def last_positions(position_ids: Tensor) -> Tensor:
+    """Return the positions of the last tokens, `[rows]`, where those of all axes are one and the same.
+
+    Args:
+        position_ids: `[rows, width]`, or with axes in front, of which the first may count tokens as all models do.
+    """
+    last = position_ids[..., -1]
+    return last[-1] if last.dim() > 1 else last
+
+
+def stand_in_tokens(config: PretrainedConfig) -> set[int]:
+    """Return the ids of tokens whose embeddings a model replaces by parts of images."""
+    ids = (getattr(config, name, None) for name in STAND_INS)
+    return {token for token in ids if token is not None}
 
 
 def get_attention_setting(config: PretrainedConfig) -> Any:

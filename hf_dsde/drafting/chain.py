@@ -26,8 +26,9 @@ from hf_dsde.decoding.sampling import choose
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
-from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
+from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.pass_seconds import pass_seconds
 from hf_dsde.execution.recorded_chain import Chain, best_tokens
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.wrappers import may_depend_on_rows

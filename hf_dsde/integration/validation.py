@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from hf_dsde import compat
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.state import refuse_known
 from hf_dsde.execution import attention, wrappers
-from hf_dsde.integration import drafters, vocabularies
+from hf_dsde.integration import drafters, images, vocabularies
 from hf_dsde.integration.heads import check_head, is_head
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -325,27 +324,39 @@ def check_call(
         )
     for processor in processors:
         refuse_known(processor)
-    given = {name for name, v in model_kwargs.items() if v is not None and not _is_empty_mapping(v)}
-    others = sorted(given - UNDERSTOOD_KWARGS)
-    if others:
-        _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
+    _check_inputs(model, input_ids, model_kwargs)
     _check_positions(input_ids, model_kwargs)
     _check_rotary_scaling(model, generation_config.max_length)
 
 
-def _is_empty_mapping(value: Any) -> bool:
-    """Whether this says nothing: a call with text alone carries an empty mapping of the other kinds of input."""
-    return isinstance(value, Mapping) and not value
+def _check_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Refuse inputs beside tokens that later passes would have to see, and prompts whose last token is no text."""
+    others = sorted(images.given(model_kwargs).keys() - UNDERSTOOD_KWARGS)
+    reason = images.why_not_read(model, others) if others else None
+    if reason is not None:
+        _refuse(", ".join(others), reason + PLAIN)
+    if others:
+        ends = images.stand_ins(model, input_ids[:, -1:])[:, 0]
+        if bool(ends.any()):
+            _refuse(
+                f"input_ids of rows {ends.nonzero()[:, 0].tolist()}, which end in an image",
+                "a text is continued from its last token. Let text follow the image, as chat templates do.",
+            )
 
 
 def _check_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Refuse positions of the user's that are not simply counted: slots are positions here."""
+    """Refuse positions that are not simply counted, from the start or, with images, from the end of the prompt on."""
     positions = model_kwargs.get("position_ids")
     if positions is None:
         return
-    mask = compat.prompt_mask(input_ids, model_kwargs).to(input_ids.device).bool()
-    counted = mask.long().cumsum(dim=1) - 1
-    if positions.shape != counted.shape or not bool((positions == counted)[mask].all()):
+    if images.given_inputs(model_kwargs):
+        axes = positions[-3:, :, -1] if positions.dim() == 3 else positions[None, :, -1]
+        understood = bool((axes == axes[:1]).all())
+    else:
+        mask = compat.prompt_mask(input_ids, model_kwargs).to(input_ids.device).bool()
+        counted = mask.long().cumsum(dim=1) - 1
+        understood = positions.shape[-2:] == counted.shape and bool((positions == counted)[..., mask].all())
+    if not understood:
         _refuse(
             "position_ids",
             "a token's position is its place in the row here, and these count otherwise. Leave the argument out.",
