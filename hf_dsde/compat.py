@@ -164,6 +164,12 @@ def attention_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     return [config, *(sub for sub in nested if isinstance(sub, PretrainedConfig))]
 
 
+IMAGE_MODEL_TYPES = frozenset(
+    {
+        "gemma3", "idefics3", "internvl", "llava", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
+    }
+)  # fmt: skip
+"""Models whose texts are tokens at counted positions once the first pass has read their images."""
 VISION_CONFIG = "vision_config"
 """Where the configuration of a model that takes images holds that of what looks at them."""
 STAND_INS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")

@@ -8,8 +8,9 @@ cache. From then on a text is tokens, and a row's positions are its slots, shift
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,17 +34,29 @@ class PromptInputs:
         arguments: Everything else that the model's `prepare_inputs_for_generation` is given; `attention_mask` again,
             or None where nothing is padded.
         stand_ins: Which tokens stand for parts of images, `[rows, width]`, bool.
+        given: What of the arguments the caller had given, before anything was made of it; None if nobody knows.
     """
 
     tokens: Tensor
     mask: Tensor
     arguments: Mapping[str, Any]
     stand_ins: Tensor
+    given: Mapping[str, Any] | None = None
 
     @property
     def width(self) -> int:
         """Tokens of the longest prompt."""
         return self.tokens.shape[1]
+
+    def shown_to(self, draft: PreTrainedModel) -> PromptInputs | None:
+        """Return the prompts for a draft that looks at images as well; None if it cannot look at these."""
+        if self.given is None or draft.config.model_type not in compat.IMAGE_MODEL_TYPES:
+            return None
+        if not self.given.keys() <= inspect.signature(draft.forward).parameters.keys():
+            return None
+        places = {name: self.arguments.get(name) for name in ("attention_mask", "position_ids")}
+        arguments = {name: _for_model(draft, value) for name, value in {**places, **self.given}.items()}
+        return replace(self, tokens=self.tokens.to(draft.device), arguments=arguments)
 
     def read(self, model: PreTrainedModel, cache: RaggedCache, layers: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Let a model read the prompts, and store their keys and values, and how positions go on after them.
@@ -64,7 +77,7 @@ class PromptInputs:
         if layers:
             wanted["output_hidden_states"] = compat.hidden_states_argument(layers)
         prepared = model.prepare_inputs_for_generation(
-            self.tokens.to(model.device),
+            self.tokens,
             is_first_iteration=True,
             use_cache=True,
             **{compat.cache_argument(model): _EmptyCache(cache)},
@@ -73,8 +86,16 @@ class PromptInputs:
         with attention.own_attention(model):
             output = model(**{**prepared, **wanted, "return_dict": True})
         assert cache.shifts is not None
-        cache.shifts.copy_((compat.last_positions(prepared["position_ids"]) + 1 - lengths)[:, None])
+        last = compat.last_positions(prepared["position_ids"]).to(lengths.device)
+        cache.shifts.copy_((last + 1 - lengths)[:, None])
         return chosen_layers(model, output, layers)
+
+
+def _for_model(model: PreTrainedModel, value: Any) -> Any:
+    """Bring a tensor to a model's device, and pixels to its dtype."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(model.device, model.dtype if value.is_floating_point() else None)
 
 
 class _EmptyLayer(CacheLayerMixin):

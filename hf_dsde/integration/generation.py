@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,19 @@ RESERVED_NEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Speculation:
-    """How one call speculates, and who listens."""
+    """How one call speculates, and who listens.
+
+    Attributes:
+        policy: Decides how much is drafted.
+        config: Everything else.
+        listeners: Hear of every round.
+        inputs: What prompts bring along beside their tokens, as it was given; None if nobody knows.
+    """
 
     policy: StoppingPolicy
     config: SpeculationConfig
     listeners: tuple[RoundListener, ...] = ()
+    inputs: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -132,7 +140,7 @@ def generate_speculatively(
         max_new_tokens=max(limit - input_ids.shape[1], 1),
         scratch=config.max_draft_length + 1,
         pad_token=_scalar(generation_config._pad_token_tensor),
-        inputs=prompt_inputs(model, input_ids, mask, model_kwargs),
+        inputs=prompt_inputs(model, input_ids, mask, model_kwargs, speculation.inputs),
     )
     new_tokens = min(sequences.max_new_tokens, RESERVED_NEW_TOKENS)
     capacity = max(sequences.prompt_lengths) + new_tokens + config.max_draft_length

@@ -12,12 +12,6 @@ from transformers import PreTrainedModel
 from hf_dsde import compat
 from hf_dsde.execution.prompt_inputs import PromptInputs
 
-IMAGE_MODEL_TYPES = frozenset(
-    {
-        "gemma3", "idefics3", "internvl", "llava", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
-    }
-)  # fmt: skip
-"""Models whose texts are tokens at counted positions once the first pass has read their images."""
 IMAGE_ARGUMENTS = frozenset(
     {
         "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_grid_thw",
@@ -47,16 +41,20 @@ def why_not_read(model: PreTrainedModel, arguments: Iterable[str]) -> str | None
     if not set(arguments) <= IMAGE_ARGUMENTS or not compat.takes_images(model):
         return "only text prompts can be decoded with a draft here. "
     kind = model.config.model_type
-    if kind not in IMAGE_MODEL_TYPES:
+    if kind not in compat.IMAGE_MODEL_TYPES:
         return (
             f"models of type '{kind}' may look at images in later passes too, and known not to are "
-            f"{sorted(IMAGE_MODEL_TYPES)}. Pass text alone. "
+            f"{sorted(compat.IMAGE_MODEL_TYPES)}. Pass text alone. "
         )
     return None
 
 
 def prompt_inputs(
-    model: PreTrainedModel, input_ids: Tensor, mask: Tensor, model_kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    mask: Tensor,
+    model_kwargs: dict[str, Any],
+    given: Mapping[str, Any] | None,
 ) -> PromptInputs | None:
     """Return the prompts with what they bring along; None if they are tokens alone.
 
@@ -65,12 +63,13 @@ def prompt_inputs(
         input_ids: Left-padded, `[rows, width]`, int64.
         mask: Of the prompts.
         model_kwargs: What `generate` has prepared.
+        given: What it was given of that; None if nobody knows.
     """
     if not given_inputs(model_kwargs):
         return None
     prepared = ("use_cache", "logits_to_keep", "return_dict", *compat.CACHE_ARGUMENTS)
     arguments = {name: value for name, value in model_kwargs.items() if name not in prepared}
-    return PromptInputs(input_ids, mask, arguments, stand_ins(model, input_ids))
+    return PromptInputs(input_ids, mask, arguments, stand_ins(model, input_ids), given)
 
 
 def stand_ins(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
