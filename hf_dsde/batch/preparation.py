@@ -27,6 +27,7 @@ from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.functions import serves_every_row
 from hf_dsde.integration import validation
 from hf_dsde.integration.drafters import model_of
+from hf_dsde.integration.images import IMAGE_ARGUMENTS
 
 OWN_ARGUMENTS = {
     "num_return_sequences": "Repeat the row in the data instead.",
@@ -44,6 +45,10 @@ OWN_ARGUMENTS = {
     "input_ids": "Prompts come with the data.",
     "inputs": "Prompts come with the data.",
     "attention_mask": "Prompts come with the data.",
+    **dict.fromkeys(
+        sorted(IMAGE_ARGUMENTS),
+        "Rows bring text alone; generate prompts with images with model.generate(**processor(images, texts), ...).",
+    ),
 }
 """Arguments of `generate` that have no meaning, or another place, when rows are texts of their own."""
 STOP_CRITERIA_KEPT = 64

@@ -27,8 +27,8 @@ class ModelDrafter(ChainDrafter):
     """Drafts with a causal language model over the target's vocabulary.
 
     Ids that only the draft has are never proposed; ids that only the target has are proposed when a logits processor
-    leaves nothing else, and fed as the draft's last id. Of prompts with images, a draft that takes the same inputs reads
-    what the target reads, and any other the text alone.
+    leaves nothing else, and fed as the draft's last id. Of prompts with images, a draft that takes the same inputs
+    reads what the target reads, and any other the text alone.
 
     Args:
         model: The draft.

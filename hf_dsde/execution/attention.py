@@ -149,9 +149,7 @@ def packed_gqa_attention(
     """
     if (own := _of_this_thread()) is not None:
         attend = ALL_ATTENTION_FUNCTIONS[own]
-        output, weights = attend(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
+        output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         return output, weights
     modified = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if modified:

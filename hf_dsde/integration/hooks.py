@@ -49,6 +49,7 @@ def _prepare_generation_config(
     validation.check_hidden_policy(prepared)
     if speculates:
         validation.check_options(generation_config, kwargs)
+        validation.check_images(model, model_kwargs.get("input_ids"), model_kwargs)
         speculation = Speculation.of(policy, config, listeners)
         setattr(prepared, _SPECULATION, replace(speculation, inputs=images.given_inputs(model_kwargs)))
     return prepared, model_kwargs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ IMAGE_ARGUMENTS = frozenset(
         "vision_feature_select_strategy", "mm_encoder_outputs",
     }
 )  # fmt: skip
-"""What a processor returns of images beside tokens, and what `generate` makes of it, which the first pass alone reads."""
+"""What a processor returns of images, and what `generate` makes of it: only the first pass reads any of this."""
 
 
 def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,17 +36,48 @@ def given_inputs(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given(arguments).items() if name in IMAGE_ARGUMENTS}
 
 
-def why_not_read(model: PreTrainedModel, arguments: Iterable[str]) -> str | None:
-    """Say why a model's prompts cannot have these arguments here; None if they can."""
-    if not set(arguments) <= IMAGE_ARGUMENTS or not compat.takes_images(model):
-        return "only text prompts can be decoded with a draft here. "
+def refusal(
+    model: PreTrainedModel, input_ids: Tensor | None, model_kwargs: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """Say what of a call with images cannot be decoded with a draft, and why; None if all of it can.
+
+    Args:
+        model: The target.
+        input_ids: Prompts, `[rows, width]`; None if they are not known yet.
+        model_kwargs: Arguments of the call.
+    """
+    inputs = given_inputs(model_kwargs)
+    if not inputs:
+        return None
+    if not compat.takes_images(model):
+        return ", ".join(sorted(inputs)), "only text prompts can be decoded with a draft here."
     kind = model.config.model_type
     if kind not in compat.IMAGE_MODEL_TYPES:
+        known = ", ".join(sorted(compat.IMAGE_MODEL_TYPES))
         return (
-            f"models of type '{kind}' may look at images in later passes too, and known not to are "
-            f"{sorted(compat.IMAGE_MODEL_TYPES)}. Pass text alone. "
+            f"{', '.join(sorted(inputs))} of a model of type '{kind}'",
+            f"its later passes may have to see the images as well. Models of these types look at them once: {known}.",
+        )
+    ends = [] if input_ids is None else stand_ins(model, input_ids[:, -1]).nonzero()[:, 0].tolist()
+    if ends:
+        return (
+            f"input_ids whose rows {ends} end in an image",
+            "a text is continued from its last token. Let text follow the image, as chat templates do.",
         )
     return None
+
+
+def counts_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether positions are simply counted: from a row's start on, or, after images, from the prompt's end on."""
+    positions: Tensor | None = model_kwargs.get("position_ids")
+    if positions is None:
+        return True
+    if given_inputs(model_kwargs):
+        axes = positions[-3:, :, -1] if positions.dim() == 3 else positions[None, :, -1]
+        return bool((axes == axes[:1]).all())
+    mask = compat.prompt_mask(input_ids, model_kwargs).to(input_ids.device).bool()
+    counted = mask.long().cumsum(dim=1) - 1
+    return positions.shape[-2:] == counted.shape and bool((positions == counted)[..., mask].all())
 
 
 def prompt_inputs(
@@ -73,6 +104,6 @@ def prompt_inputs(
 
 
 def stand_ins(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Return which tokens stand for parts of images, `[rows, width]`, bool."""
+    """Return which tokens stand for parts of images, `[...]`, bool."""
     tokens = sorted(compat.stand_in_tokens(model.config))
     return torch.isin(input_ids, torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device))

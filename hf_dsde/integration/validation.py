@@ -324,43 +324,33 @@ def check_call(
         )
     for processor in processors:
         refuse_known(processor)
-    _check_inputs(model, input_ids, model_kwargs)
-    _check_positions(input_ids, model_kwargs)
-    _check_rotary_scaling(model, generation_config.max_length)
-
-
-def _check_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Refuse inputs beside tokens that later passes would have to see, and prompts whose last token is no text."""
-    others = sorted(images.given(model_kwargs).keys() - UNDERSTOOD_KWARGS)
-    reason = images.why_not_read(model, others) if others else None
-    if reason is not None:
-        _refuse(", ".join(others), reason + PLAIN)
+    check_images(model, input_ids, model_kwargs)
+    others = sorted(images.given(model_kwargs).keys() - UNDERSTOOD_KWARGS - images.IMAGE_ARGUMENTS)
     if others:
-        ends = images.stand_ins(model, input_ids[:, -1:])[:, 0]
-        if bool(ends.any()):
-            _refuse(
-                f"input_ids of rows {ends.nonzero()[:, 0].tolist()}, which end in an image",
-                "a text is continued from its last token. Let text follow the image, as chat templates do.",
-            )
-
-
-def _check_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Refuse positions that are not simply counted, from the start or, with images, from the end of the prompt on."""
-    positions = model_kwargs.get("position_ids")
-    if positions is None:
-        return
-    if images.given_inputs(model_kwargs):
-        axes = positions[-3:, :, -1] if positions.dim() == 3 else positions[None, :, -1]
-        understood = bool((axes == axes[:1]).all())
-    else:
-        mask = compat.prompt_mask(input_ids, model_kwargs).to(input_ids.device).bool()
-        counted = mask.long().cumsum(dim=1) - 1
-        understood = positions.shape[-2:] == counted.shape and bool((positions == counted)[..., mask].all())
-    if not understood:
+        _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
+    if not images.counts_positions(input_ids, model_kwargs):
         _refuse(
             "position_ids",
             "a token's position is its place in the row here, and these count otherwise. Leave the argument out.",
         )
+    _check_rotary_scaling(model, generation_config.max_length)
+
+
+def check_images(model: PreTrainedModel, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> None:
+    """Refuse what prompts bring along beside their tokens, if later passes would have to see it.
+
+    Args:
+        model: The target.
+        input_ids: Prompts, `[rows, width]`; None if they are not known yet.
+        model_kwargs: Arguments of the call.
+
+    Raises:
+        ValueError: For models that are not known to look at images once, and prompts that end in an image.
+    """
+    refused = images.refusal(model, input_ids, model_kwargs)
+    if refused is not None:
+        what, why = refused
+        _refuse(what, f"{why} {PLAIN}")
 
 
 def _check_rotary_scaling(model: PreTrainedModel, max_length: int) -> None:

@@ -157,7 +157,11 @@ def text_draft(target: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
 
 
 def image_batch(
-    family: str, prompts: Sequence[Sequence[int]], *, seed: int = 0, sides: Sequence[tuple[int, int]] = ((4, 2), (2, 6), (4, 4))
+    family: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    seed: int = 0,
+    sides: Sequence[tuple[int, int]] = ((4, 2), (2, 6), (4, 4)),
 ) -> dict[str, Tensor]:
     """Return left-padded prompts as a processor would.
 
