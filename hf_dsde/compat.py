@@ -156,17 +156,15 @@ def layer_types(config: PretrainedConfig) -> list[str]:
 
 
 def attention_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Return `config` and its nested configurations, each of which holds an attention setting of its own.
-
-    Those of encoders of images are left out: what looks at an image has no cache.
-    """
-    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {}) if name != VISION_CONFIG]
+    """Return `config` and its nested configurations: each holds an attention setting of its own."""
+    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return [config, *(sub for sub in nested if isinstance(sub, PretrainedConfig))]
 
 
 IMAGE_MODEL_TYPES = frozenset(
     {
-        "gemma3", "idefics3", "internvl", "llava", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
+        "aya_vision", "gemma3", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
+        "mistral3", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
     }
 )  # fmt: skip
 """Models whose texts are tokens at counted positions once the first pass has read their images."""

@@ -237,7 +237,9 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
 
     Blocks of several threads may overlap in any order: the first to enter switches, the last to leave switches back.
     """
-    configs = compat.attention_configs(model.config)
+    # What looks at images has no cache, and looks before the first pass, at whatever time that is.
+    vision = getattr(model.config, compat.VISION_CONFIG, None)
+    configs = [config for config in compat.attention_configs(model.config) if config is not vision]
     for config in configs:
         _hold(config)
     try:

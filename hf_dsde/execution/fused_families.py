@@ -37,7 +37,12 @@ AROUND_TEXT = {
     _modeling_file(name): (prefix, part)
     for name, prefix, part in (
         ("llava", "Llava", "language_model"),
+        ("llava_next", "LlavaNext", "language_model"),
+        ("llava_onevision", "LlavaOnevision", "language_model"),
+        ("vipllava", "VipLlava", "language_model"),
+        ("mistral3", "Mistral3", "language_model"),
         ("internvl", "InternVL", "language_model"),
+        ("idefics2", "Idefics2", "text_model"),
         ("idefics3", "Idefics3", "text_model"),
         ("smolvlm", "SmolVLM", "text_model"),
         ("qwen2_vl", "Qwen2VL", "language_model"),
@@ -127,7 +132,7 @@ def _family(model: nn.Module) -> str | None:
     if file == HEAD_FILE:
         return HEAD_FAMILIES.get(str(getattr(model.config, "model_type", None)))
     if file in AROUND_TEXT:
-        file = type(decoder_body(model)).__module__
+        file = type(getattr(getattr(model, "model", None), AROUND_TEXT[file][1], None)).__module__
     return FAMILIES.get(file)
 
 

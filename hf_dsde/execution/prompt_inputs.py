@@ -75,7 +75,8 @@ class PromptInputs:
         wanted: dict[str, Any] = {"logits_to_keep": 1} if compat.supports_logits_to_keep(model) else {}
         if layers:
             wanted["output_hidden_states"] = compat.hidden_states_argument(layers)
-        prepared = model.prepare_inputs_for_generation(
+        generating: Any = model
+        prepared = generating.prepare_inputs_for_generation(
             self.tokens,
             is_first_iteration=True,
             use_cache=True,

@@ -134,13 +134,14 @@ def generate_speculatively(
         config = config.replace(options=config.options.replace(drop_finished_rows=False))
     limit = length_limit(stopping_criteria, generation_config.max_length)
     mask = compat.prompt_mask(input_ids, model_kwargs)
+    given = speculation.inputs if generation_config.num_return_sequences == 1 else None  # else of fewer rows
     sequences = SequenceBatch(
         input_ids,
         mask,
         max_new_tokens=max(limit - input_ids.shape[1], 1),
         scratch=config.max_draft_length + 1,
         pad_token=_scalar(generation_config._pad_token_tensor),
-        inputs=prompt_inputs(model, input_ids, mask, model_kwargs, speculation.inputs),
+        inputs=prompt_inputs(model, input_ids, mask, model_kwargs, given),
     )
     new_tokens = min(sequences.max_new_tokens, RESERVED_NEW_TOKENS)
     capacity = max(sequences.prompt_lengths) + new_tokens + config.max_draft_length

@@ -14,9 +14,9 @@ from hf_dsde.execution.prompt_inputs import PromptInputs
 
 IMAGE_ARGUMENTS = frozenset(
     {
-        "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_grid_thw",
-        "video_grid_thw", "second_per_grid_ts", "token_type_ids", "mm_token_type_ids", "vision_feature_layer",
-        "vision_feature_select_strategy", "mm_encoder_outputs",
+        "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "batch_num_images",
+        "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "token_type_ids", "mm_token_type_ids",
+        "vision_feature_layer", "vision_feature_select_strategy", "mm_encoder_outputs",
     }
 )  # fmt: skip
 """What a processor returns of images, and what `generate` makes of it: only the first pass reads any of this."""

@@ -1,11 +1,13 @@
-"""Tiny random vision-language models, text drafts for them, and ragged batches of prompts with images.
+"""Tiny random models that look at images, drafts for them, and ragged batches of prompts with images.
 
 As in `tiny_models`, everything is float64 and untied, so that equality with plain decoding is a fair demand.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +16,12 @@ from tiny_models import EOS, PAD, noisy_copy
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import hf_dsde
+
 VOCABULARY = 96
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 FIRST_WORD, LAST_WORD = 3, 89
+CHANNELS = 3
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -41,128 +46,199 @@ _VISION: dict[str, Any] = {
     "patch_size": 4,
     "initializer_range": 0.3,
 }
-_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-_GRID = {"video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-_QWEN_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_CLIP = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16}
+_SIGLIP = {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
+_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
+_IN_A_GRID: dict[str, Any] = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "out_hidden_size": 32,
+    "initializer_range": 0.3,
+}
+_DEEP = {**_IN_A_GRID, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_GRID_TOKENS = {"video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+_TILES = {"image_grid_pinpoints": [[8, 16], [16, 8]]}
+_RESAMPLER = {
+    "hidden_size": 32,
+    "resampler_n_latents": 4,
+    "resampler_depth": 1,
+    "resampler_n_heads": 2,
+    "resampler_head_dim": 8,
+    "initializer_range": 0.3,
+    "num_key_value_heads": 2,
+}
 
-FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "llava": (
-        "Llava",
-        {"model_type": "llama"},
-        {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16},
-        {"vision_feature_layer": -1},
-    ),
-    "qwen2_vl": (
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's configuration needs, and what its processor returns.
+
+    Attributes:
+        prefix: Of its classes.
+        text: Of its text model's configuration.
+        vision: Of the configuration of what looks at images.
+        own: Of its own configuration.
+        pictures: `plain`, `sizes`, `tiles`, `by row` or `grid`: the form in which images are given.
+        tokens: Height and width of images in turn, and how many tokens stand for one.
+        token_field: Name of the field that says which token stands for images.
+    """
+
+    prefix: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
+    pictures: str = "plain"
+    tokens: dict[tuple[int, int], int] = field(default_factory=lambda: {(8, 8): 4})
+    token_field: str = "image_token_index"
+
+
+_BIG = {(16, 16): 4}
+_GRIDS = {(16, 8): 2, (8, 24): 3, (16, 16): 4}
+_TILED = {(8, 16): 14, (16, 8): 16}
+_BY_ID: dict[str, Any] = {"token_field": "image_token_id"}
+_GRID: dict[str, Any] = {**_BY_ID, "pictures": "grid", "tokens": _GRIDS}
+
+FAMILIES: dict[str, Family] = {
+    "llava": Family("Llava", {"model_type": "llama"}, _CLIP, {"vision_feature_layer": -1}),
+    "qwen2_vl": Family(
         "Qwen2VL",
-        {"rope_parameters": _ROPE},
-        {**_QWEN_VISION, "embed_dim": 16, "hidden_size": 32, "initializer_range": 0.3},
-        _GRID,
+        _AXES,
+        {**_IN_A_GRID, "embed_dim": 16, "hidden_size": 32, "intermediate_size": None, "out_hidden_size": None},
+        _GRID_TOKENS,
+        **_GRID,
     ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        {"rope_parameters": _ROPE},
-        {
-            **_QWEN_VISION,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "out_hidden_size": 32,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-            "initializer_range": 0.3,
-        },
-        _GRID,
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VL", _AXES, {**_IN_A_GRID, "window_size": 16, "fullatt_block_indexes": [1]}, _GRID_TOKENS, **_GRID
     ),
-    "qwen3_vl": (
-        "Qwen3VL",
-        {"rope_parameters": _ROPE, "head_dim": 8},
-        {
-            **_QWEN_VISION,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-            "initializer_range": 0.3,
-        },
-        _GRID,
-    ),
-    "gemma3": (
+    "qwen3_vl": Family("Qwen3VL", {**_AXES, "head_dim": 8}, _DEEP, _GRID_TOKENS, **_GRID),
+    "gemma3": Family(
         "Gemma3",
-        {**_WINDOWS, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8},
-        {**_VISION, "model_type": "siglip_vision_model"},
+        {**_WINDOWS, "model_type": "gemma3_text", "query_pre_attn_scalar": 8},
+        _SIGLIP,
         {"mm_tokens_per_image": 4},
     ),
-    "paligemma": (
+    "paligemma": Family(
         "PaliGemma",
         {"model_type": "gemma", "head_dim": 8},
-        {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False, "projection_dim": 32},
+        {**_SIGLIP, "projection_dim": 32},
         {"projection_dim": 32},
     ),
-    "idefics3": ("Idefics3", {"model_type": "llama"}, {**_VISION, "image_size": 16}, {}),
-    "smolvlm": ("SmolVLM", {"model_type": "llama"}, {**_VISION, "image_size": 16}, {}),
-    "internvl": (
+    "idefics3": Family(
+        "Idefics3", {"model_type": "llama"}, {**_VISION, "image_size": 16}, {}, "by row", _BIG, **_BY_ID
+    ),
+    "smolvlm": Family("SmolVLM", {"model_type": "llama"}, {**_VISION, "image_size": 16}, {}, "by row", _BIG, **_BY_ID),
+    "idefics2": Family(
+        "Idefics2",
+        {"model_type": "mistral", "head_dim": 8},
+        _VISION,
+        {"perceiver_config": _RESAMPLER},
+        "by row",
+        **_BY_ID,
+    ),
+    "internvl": Family(
         "InternVL",
         {"model_type": "qwen2"},
         {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
         {},
+        "plain",
+        _BIG,
+        **_BY_ID,
     ),
+    "mistral3": Family(
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        {**_VISION, "model_type": "pixtral", "head_dim": 8, "image_size": 16},
+        {"spatial_merge_size": 2},
+        "sizes",
+        {(16, 16): 4, (8, 16): 2},
+    ),
+    "aya_vision": Family(
+        "AyaVision",
+        {**_WINDOWS, "model_type": "cohere2"},
+        {**_SIGLIP, "image_size": 16},
+        {"downsample_factor": 2},
+        "plain",
+        _BIG,
+    ),
+    "llava_next": Family(
+        "LlavaNext", {"model_type": "llama"}, _CLIP, {"vision_feature_layer": -1, **_TILES}, "tiles", _TILED
+    ),
+    "llava_onevision": Family("LlavaOnevision", {"model_type": "qwen2"}, _SIGLIP, _TILES, "tiles", _TILED),
+    "vipllava": Family("VipLlava", {"model_type": "llama"}, _CLIP, {"vision_feature_layer": [-1, 0]}),
+    "qwen3_vl_moe": Family("Qwen3VLMoe", {**_AXES, **_EXPERTS, "head_dim": 8}, _DEEP, _GRID_TOKENS, **_GRID),
 }
-"""Family -> prefix of its classes, and what its text, its vision and its own configuration need."""
 
-THREE_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Families whose positions have three axes and do not count the tokens of an image."""
-OLD_NAMES = ("llava", "gemma3", "paligemma")
+THREE_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Families whose positions have three axes, on which an image is shorter than the tokens that stand for it."""
+AGREEMENT = {"full": 0.0, "half": 0.05}
+"""Noise of a draft that looks at the images as well."""
 
 
-def tiny_vlm(family: str, *, seed: int = 0, text: dict[str, Any] | None = None) -> PreTrainedModel:
-    """Return a random model of a family, in evaluation, float64."""
-    prefix, of_text, of_vision, own = FAMILIES[family]
-    image = {"image_token_index" if family in OLD_NAMES else "image_token_id": IMAGE}
-    config = getattr(transformers, f"{prefix}Config")(
-        text_config={**_TEXT, **of_text, **(text or {})},
-        vision_config=dict(of_vision),
+def tiny_vlm(family: str, *, seed: int = 0, attention: str | None = None, **text: Any) -> PreTrainedModel:
+    """Return a random model of a family, in evaluation, float64, which ends its text only where a call says so.
+
+    Args:
+        family: Which.
+        seed: Of the weights.
+        attention: The implementation that it is set to; None for the usual one.
+        **text: Changes of its text model's configuration.
+    """
+    made = FAMILIES[family]
+    vision = {name: value for name, value in made.vision.items() if value is not None}
+    config = getattr(transformers, f"{made.prefix}Config")(
+        text_config={**_TEXT, **made.text, **text},
+        vision_config=vision,
         tie_word_embeddings=False,
-        **image,
-        **own,
+        **{made.token_field: IMAGE},
+        **made.own,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+        model: PreTrainedModel = getattr(transformers, f"{made.prefix}ForConditionalGeneration")(config)
         for weight in model.parameters():
-            if weight.dim() == 1:
+            if weight.dim() == 1 or not weight.any():  # norms, and projections that are meant to be trained
                 weight.data += 0.1 * torch.randn_like(weight)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, EOS
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, None
+    if attention is not None or family == "qwen3_vl_moe":
+        model.set_attn_implementation(attention or "sdpa")
+    if family == "qwen3_vl_moe":
+        model.set_experts_implementation("eager")  # the usual one knows no float64
     return model.to(torch.float64).eval()
 
 
+@functools.cache
+def vision_pair(family: str, agreement: str = "half") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return an enabled target and a draft that looks at the images as well."""
+    target = hf_dsde.enable(tiny_vlm(family))
+    return target, noisy_copy(target, AGREEMENT[agreement])
+
+
 def text_draft(target: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
-    """Return a causal language model with the text layers of a target, where it has such a class, and some noise."""
+    """Return a causal language model with the text layers of a target, and some noise."""
     text = target.config.get_text_config(decoder=True)
-    kind = text.model_type.removesuffix("_text").replace("_5_", "_").replace("_vl", "")
-    if kind in ("qwen2", "qwen3"):
+    kind = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}.get(text.model_type)
+    if kind is not None:
         shape = {name: value for name, value in _TEXT.items() if hasattr(text, name)}
-        config = transformers.AutoConfig.for_model(kind, **shape, head_dim=8)
-        config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-    else:
-        config = text
+        shape["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+        text = transformers.AutoConfig.for_model(kind, **shape, head_dim=8)
     with torch.random.fork_rng(devices=[]):
-        draft: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+        draft: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(text)
     draft = draft.to(torch.float64).eval()
     inner: Any = target.model
-    inner = getattr(inner, "language_model", None) or inner.text_model
-    draft.model.load_state_dict(inner.state_dict())
-    draft.lm_head.load_state_dict(target.lm_head.state_dict())
+    own: Any = draft
+    own.model.load_state_dict((getattr(inner, "language_model", None) or inner.text_model).state_dict())
+    own.lm_head.load_state_dict(target.lm_head.state_dict())
     return noisy_copy(draft, noise)
 
 
-def image_batch(
-    family: str,
-    prompts: Sequence[Sequence[int]],
-    *,
-    seed: int = 0,
-    sides: Sequence[tuple[int, int]] = ((4, 2), (2, 6), (4, 4)),
-) -> dict[str, Tensor]:
+def image_batch(family: str, prompts: Sequence[Sequence[int]], *, seed: int = 0) -> dict[str, Tensor]:
     """Return left-padded prompts as a processor would.
 
     Args:
@@ -170,11 +246,13 @@ def image_batch(
         prompts: For each row, words in front of each image and after the last one: `[3, 2]` is three words, an image
             and two words, and `[4]` four words.
         seed: Of words and images.
-        sides: Patches of the images, in turn, where they may differ in size.
     """
     generator = torch.Generator().manual_seed(seed)
-    grids = [sides[index % len(sides)] for index in range(sum(len(prompt) - 1 for prompt in prompts))]
-    counts = iter([h * w // 4 for h, w in grids] if family in THREE_AXES else [4] * len(grids))
+    made = FAMILIES[family]
+    per_row = [len(prompt) - 1 for prompt in prompts]
+    kinds = list(made.tokens)
+    sizes = [kinds[index % len(kinds)] for index in range(sum(per_row))]
+    counts = iter([made.tokens[size] for size in sizes])
     rows: list[list[int]] = []
     for first, *rest in prompts:
         row = _words(first, generator)
@@ -184,8 +262,13 @@ def image_batch(
     width = max(map(len, rows))
     input_ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    types = (input_ids == IMAGE).long()
     inputs = {"input_ids": input_ids, "attention_mask": mask}
-    return {**inputs, **_pictures(family, grids, [len(prompt) - 1 for prompt in prompts], input_ids, mask, generator)}
+    if family in THREE_AXES:
+        inputs["mm_token_type_ids"] = types
+    if family in ("gemma3", "paligemma"):
+        inputs["token_type_ids"] = types if family == "gemma3" else torch.zeros_like(types)
+    return {**inputs, **(_pictures(made.pictures, sizes, per_row, generator) if sizes else {})}
 
 
 def _words(count: int, generator: torch.Generator) -> list[int]:
@@ -194,35 +277,25 @@ def _words(count: int, generator: torch.Generator) -> list[int]:
 
 
 def _pictures(
-    family: str,
-    grids: Sequence[tuple[int, int]],
-    per_row: Sequence[int],
-    input_ids: Tensor,
-    mask: Tensor,
-    generator: torch.Generator,
+    form: str, sizes: Sequence[tuple[int, int]], per_row: Sequence[int], generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """What a processor returns beside the tokens."""
-    types = (input_ids == IMAGE).long()
-    extra: dict[str, Tensor] = {}
-    if family in THREE_AXES:
-        extra["mm_token_type_ids"] = types
-    if family == "gemma3":
-        extra["token_type_ids"] = types
-    if family == "paligemma":
-        extra["token_type_ids"] = torch.zeros_like(types)
-    if not grids:
-        return extra
-    double = {"dtype": torch.float64, "generator": generator}
-    if family in THREE_AXES:
-        extra["pixel_values"] = torch.randn(sum(h * w for h, w in grids), 3 * 2 * 4 * 4, **double)
-        extra["image_grid_thw"] = torch.tensor([[1, h, w] for h, w in grids])
-    elif family in ("idefics3", "smolvlm"):
-        pixels = torch.zeros(len(per_row), max(per_row), 3, 16, 16, dtype=torch.float64)
+    """What a processor returns of images."""
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    height, width = (max(side) for side in zip(*sizes, strict=True))
+    if form == "grid":
+        patches = [(high // 4, wide // 4) for high, wide in sizes]
+        pixels = noise(sum(high * wide for high, wide in patches), CHANNELS * 2 * 4 * 4)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, *grid] for grid in patches])}
+    if form == "tiles":
+        return {"pixel_values": noise(len(sizes), 3, CHANNELS, 8, 8), "image_sizes": torch.tensor(sizes)}
+    if form == "sizes":
+        return {"pixel_values": noise(len(sizes), CHANNELS, height, width), "image_sizes": torch.tensor(sizes)}
+    if form == "by row":
+        pixels = torch.zeros(len(per_row), max(per_row), CHANNELS, height, width, dtype=torch.float64)
         for row, count in enumerate(per_row):
-            pixels[row, :count] = torch.randn(count, 3, 16, 16, **double)
-        extra["pixel_values"] = pixels
-        extra["pixel_attention_mask"] = torch.ones(*pixels.shape[:2], 16, 16, dtype=torch.long)
-    else:
-        side = 16 if family == "internvl" else 8
-        extra["pixel_values"] = torch.randn(len(grids), 3, side, side, **double)
-    return extra
+            pixels[row, :count] = noise(count, CHANNELS, height, width)
+        return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(*pixels.shape[:2], height, width).long()}
+    return {"pixel_values": noise(len(sizes), CHANNELS, height, width)}
