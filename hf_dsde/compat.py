@@ -172,6 +172,11 @@ VISION_CONFIG = "vision_config"
 """Where the configuration of a model that takes images holds that of what looks at them."""
 STAND_INS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 """Fields of a configuration that name a token which stands for a part of an image or a video."""
+IMAGE_SIZES = (
+    "image_size", "patch_size", "spatial_merge_size", "temporal_patch_size", "scale_factor", "downsample_factor",
+    "downsample_ratio", "mm_tokens_per_image", "image_grid_pinpoints", "vision_feature_select_strategy",
+)  # fmt: skip
+"""Fields, of a configuration or of that of what looks at images, that say how many tokens stand for an image."""
 POSITION_MEMORY = "rope_deltas"
 """Attribute in which some models keep how positions went on after the last prompts. Passes that are given positions do
 not read it."""
@@ -180,6 +185,18 @@ not read it."""
 def takes_images(model: nn.Module) -> bool:
     """Whether a model looks at images beside tokens."""
     return getattr(getattr(model, "config", None), VISION_CONFIG, None) is not None
+
+
+def look_alike(one: PretrainedConfig, other: PretrainedConfig) -> bool:
+    """Whether models of these configurations take the same images, as far as kind and sizes tell."""
+    return one.model_type in IMAGE_MODEL_TYPES and _image_inputs(one) == _image_inputs(other)
+
+
+def _image_inputs(config: PretrainedConfig) -> list[Any]:
+    """What a configuration says of images and the tokens that stand for them."""
+    parts = (config, getattr(config, VISION_CONFIG, None))
+    sizes = [getattr(part, name, None) for part in parts for name in IMAGE_SIZES]
+    return [config.model_type, stand_in_tokens(config), *sizes]
 
 
 def last_positions(position_ids: Tensor) -> Tensor:

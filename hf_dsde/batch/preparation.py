@@ -104,9 +104,11 @@ class Preparation:
         arguments: dict[str, Any],
     ) -> None:
         for name, way_out in OWN_ARGUMENTS.items():
-            if arguments.get(name) not in (None, False) and not (name.startswith("num_") and arguments[name] == 1):
-                msg = f"{name}={arguments[name]!r} has no meaning for batch inference. {way_out}"
-                raise ValueError(msg)
+            value = arguments.get(name)
+            if value is None or value is False or (name.startswith("num_") and value == 1):
+                continue
+            shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name}={shown} has no meaning for batch inference. {way_out}")
         validation.check_options(arguments.get("generation_config"), arguments)
         draft_model = model_of(draft)
         validation.check_models(model, draft_model, packed_attention)

@@ -8,13 +8,12 @@ cache. From then on a text is tokens, and a row's positions are its slots, shift
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_dsde import compat
@@ -32,6 +31,7 @@ class PromptInputs:
         mask: 0 on the padding in front, 1 on tokens, `[rows, width]`.
         arguments: Everything else that the model's `prepare_inputs_for_generation` is given; `attention_mask` again,
             or None where nothing is padded.
+        config: Of the model that they were prepared for.
         stand_ins: Which tokens stand for parts of images, `[rows, width]`, bool.
         given: What of the arguments the caller had given, before anything was made of it; None if nobody knows.
     """
@@ -39,6 +39,7 @@ class PromptInputs:
     tokens: Tensor
     mask: Tensor
     arguments: Mapping[str, Any]
+    config: PretrainedConfig
     stand_ins: Tensor
     given: Mapping[str, Any] | None = None
 
@@ -49,9 +50,7 @@ class PromptInputs:
 
     def shown_to(self, draft: PreTrainedModel) -> PromptInputs | None:
         """Return the prompts for a draft that looks at images as well; None if it cannot look at these."""
-        if self.given is None or draft.config.model_type not in compat.IMAGE_MODEL_TYPES:
-            return None
-        if not self.given.keys() <= inspect.signature(draft.forward).parameters.keys():
+        if self.given is None or not compat.look_alike(self.config, draft.config):
             return None
         places = {name: self.arguments.get(name) for name in ("attention_mask", "position_ids")}
         arguments = {name: _for_model(draft, value) for name, value in {**places, **self.given}.items()}

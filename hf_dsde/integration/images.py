@@ -100,7 +100,7 @@ def prompt_inputs(
         return None
     prepared = ("use_cache", "logits_to_keep", "return_dict", *compat.CACHE_ARGUMENTS)
     arguments = {name: value for name, value in model_kwargs.items() if name not in prepared}
-    return PromptInputs(input_ids, mask, arguments, stand_ins(model, input_ids), given)
+    return PromptInputs(input_ids, mask, arguments, model.config, stand_ins(model, input_ids), given)
 
 
 def stand_ins(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
