@@ -11,9 +11,11 @@ from tiny_calls import QUIET, compared, config_of
 from tiny_models import noisy_copy
 from tiny_vision import END, FAMILIES, IMAGE, START, image_batch, text_draft, tiny_vlm, vision_pair
 from transformers import PreTrainedModel
+from two_drafters import CHEAP, Knowing, known
 
 import hf_dsde
 from hf_dsde.decoding.candidates import CandidateBatch
+from hf_dsde.drafting.lookup.prompt_lookup import PromptLookupDrafter
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.options import RuntimeOptions
@@ -74,6 +76,48 @@ def test_a_text_model_drafts_what_it_would_write_after_the_text_alone(
     assert any(len(text) - text.index(END) > 8 for text, _ in drafter.noted if END in text)
     for text, proposed in [*drafter.noted[:4], *drafter.noted[-6:]]:
         assert proposed == written_without_images(draft, text, len(proposed))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_model_beside_texts_that_run_ahead_of_it_keeps_what_it_saw(family: str) -> None:
+    """It is fed many tokens of each row then, and images are no tokens."""
+    target, draft = vision_pair(family, "full")
+    inputs = image_batch(family, [[3, 5], [2, 1], [4, 2, 1]])
+    texts = known(target, inputs, 24)
+    drafter = NotingDrafter(draft)
+    both: Any = [Knowing(texts[0], longest=6), drafter]
+    compared(target, both, inputs, StaticPolicy(2), CHEAP, max_new_tokens=24)
+    assert len(drafter.noted) > 8
+    wrong = [
+        row for row in drafter.noted if not any([*row[0], *row[1]] == text[: len(row[0] + row[1])] for text in texts)
+    ]
+    assert not wrong
+
+
+class ReadingDrafter(PromptLookupDrafter):
+    """Notes what it is told of prompts."""
+
+    hidden_layers = (2, 1)  # type: ignore[assignment]
+
+    def read_states(self, spans: Any, hidden: Any) -> None:
+        self.spans, self.hidden = list(spans), hidden
+
+
+def test_a_drafter_reads_the_states_of_all_tokens_of_a_prompt_but_the_last() -> None:
+    target, _ = vision_pair("llava")
+    inputs, drafter = image_batch("llava", PROMPTS), ReadingDrafter()
+    compared(target, drafter, inputs, StaticPolicy(3), max_new_tokens=6)  # type: ignore[arg-type]
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    assert [(span.row, span.start, span.count) for span in drafter.spans] == [
+        (row, 0, length - 1) for row, length in enumerate(lengths)
+    ]
+    before_last = inputs["attention_mask"].bool()
+    before_last[:, -1] = False
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        expected = target(**inputs, position_ids=positions, output_hidden_states=True).hidden_states
+    for layer, states in zip((2, 1), drafter.hidden, strict=True):
+        torch.testing.assert_close(states, expected[layer][before_last], rtol=1e-9, atol=1e-9)
 
 
 def test_a_text_model_that_lacks_the_tokens_of_images() -> None:
