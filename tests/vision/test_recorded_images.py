@@ -73,8 +73,6 @@ def test_calls_use_what_earlier_ones_have_recorded_and_nothing_of_their_images(
         for draft in drafts:
             inputs = image_batch(family, prompts)
             compared(target, draft, inputs, "static", config, max_new_tokens=12)
-            words = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-            compared(target, draft, words, "static", config, max_new_tokens=4)
         counts.append((len(recording), sum(capture.recorded for capture in recording)))
     assert counts[-1] == counts[-2]
     assert len({caches for caches, _ in counts}) == 1
