@@ -16,7 +16,6 @@ from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
-from hf_dsde.utils.transfers import upload
 
 RECORDED_WIDTHS = (1, 2, 8, 32, 64)
 """A draft is fed one token per row, two after a proposal, and more only when rounds without drafts came before it: any
@@ -64,8 +63,8 @@ class ModelDrafter(ChainDrafter):
     def _text_block(self, width: int) -> RowBlock:
         tokens, positions = self._text.tail(width)
         if self._inputs is not None:  # of these prompts, only the last token is text alone
-            prompts = upload(self.call.sequences.prompt_lengths, positions.device)[:, None]
-            positions = positions.masked_fill(positions < prompts - 1, -1)
+            last = self._text.lengths - self.call.sequences.generated - 1
+            positions = positions.masked_fill(positions < last[:, None], -1)
         return RowBlock(self._clamp_to_vocabulary(tokens), positions)
 
     def _drafted_block(self, tokens: Tensor, places: Tensor, before: PassOutput) -> RowBlock:  # noqa: ARG002

@@ -10,7 +10,7 @@ import torch
 from tiny_calls import QUIET, compared, config_of
 from tiny_models import noisy_copy
 from tiny_policies import ScriptedLengths
-from tiny_vision import END, FAMILIES, IMAGE, START, image_batch, text_draft, tiny_vlm, vision_pair
+from tiny_vision import END, IMAGE, START, families, image_batch, text_draft, tiny_vlm, vision_pair
 from transformers import PreTrainedModel
 from two_drafters import CHEAP, Knowing, known
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 PROMPTS = ([3, 5], [7], [4, 2, 1], [0, 1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_a_draft_that_looks_at_the_images_agrees_as_its_weights_do(family: str) -> None:
     target, draft = vision_pair(family, "full")
     output = compared(target, draft, image_batch(family, PROMPTS), "static", max_new_tokens=12)
@@ -61,8 +61,7 @@ def written_without_images(draft: PreTrainedModel, text: list[int], count: int) 
     return tokens
 
 
-@pytest.mark.parametrize("runner", ["eager", "graph"])
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize(("family", "runner"), [("llava", "eager"), ("qwen2_5_vl", "eager"), ("gemma3", "graph")])
 def test_a_text_model_drafts_what_it_would_write_after_the_text_alone(
     family: str, runner: str, request: pytest.FixtureRequest
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from tiny_calls import QUIET, compared, config_of, end_tokens, plain, speculativ
 from tiny_heads import tiny_head
 from tiny_models import noisy_copy
 from tiny_policies import RandomLengths
-from tiny_vision import FAMILIES, IMAGE, THREE_AXES, VIDEO, image_batch, text_draft, tiny_vlm, vision_pair
+from tiny_vision import FAMILIES, IMAGE, THREE_AXES, VIDEO, families, image_batch, text_draft, tiny_vlm, vision_pair
 
 import hf_dsde
+from hf_dsde.execution import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 
@@ -33,7 +35,7 @@ def test_the_images_decide_the_text(family: str) -> None:
     target, _ = vision_pair(family)
     inputs = image_batch(family, MIXED)
     changed = {**inputs, "pixel_values": -5 * inputs["pixel_values"].flip(-1)}
-    texts, others = (plain(target, given, max_new_tokens=12)[:, -12:] for given in (inputs, changed))
+    texts, others = (plain(target, given, max_new_tokens=6)[:, -6:] for given in (inputs, changed))
     assert [bool((text != other).any()) for text, other in zip(texts, others, strict=True)] == [True, False, True]
 
 
@@ -48,7 +50,7 @@ def test_every_batch_size_while_rows_end(family: str, rows: int) -> None:
     compared(target, draft, inputs, policy, max_new_tokens=16, eos_token_id=ends)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_text_alone_as_a_processor_returns_it(family: str) -> None:
     target, draft = vision_pair(family)
     inputs = image_batch(family, [[5], [9], [1]])
@@ -142,6 +144,30 @@ def test_whoever_drafts(family: str, drafter: str) -> None:
     target, _ = vision_pair(family)
     draft = DRAFTERS[drafter](target)
     compared(target, draft, image_batch(family, MIXED), "static", max_new_tokens=20)
+
+
+def test_own_attention_is_that_of_the_thread_that_asks_for_it() -> None:
+    """Other calls of the same model go on with theirs meanwhile."""
+    model = tiny_vlm("qwen2_5_vl")
+    inputs = image_batch("qwen2_5_vl", MIXED)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    raised: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            model(**inputs)
+        except NotImplementedError as refusal:
+            raised.append(refusal)
+
+    with torch.no_grad(), attention.packed_attention(model):
+        with attention.own_attention(model):
+            assert torch.equal(model(**inputs).logits, expected)
+            other = threading.Thread(target=elsewhere)
+            other.start()
+            other.join()
+        elsewhere()
+    assert len(raised) == 2
 
 
 def test_prompt_lookup() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tiny_models import EOS, PAD, noisy_copy
@@ -177,8 +178,16 @@ FAMILIES: dict[str, Family] = {
 
 THREE_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose positions have three axes, on which an image is shorter than the tokens that stand for it."""
+OFTEN = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "idefics3")
+"""One family of each structure; tests that look at all others as well are slow ones."""
 AGREEMENT = {"full": 0.0, "half": 0.05}
 """Noise of a draft that looks at the images as well."""
+
+
+def families(*others: str) -> list[Any]:
+    """Return all families but `others` as parameters of a test; those that bring no structure of their own are slow."""
+    found = [family for family in FAMILIES if family not in others]
+    return [family if family in OFTEN else pytest.param(family, marks=pytest.mark.slow) for family in found]
 
 
 def tiny_vlm(family: str, *, seed: int = 0, attention: str | None = None, **text: Any) -> PreTrainedModel:
