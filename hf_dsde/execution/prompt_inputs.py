@@ -21,6 +21,9 @@ from hf_dsde.execution import attention
 from hf_dsde.execution.kv_cache import RaggedCache, RaggedLayer
 from hf_dsde.execution.pass_output import chosen_layers
 
+ENCODED = "mm_encoder_outputs"
+"""Argument that holds what a model's own encoder has made of images, which means nothing to another model."""
+
 
 @dataclass(frozen=True)
 class PromptInputs:
@@ -50,7 +53,7 @@ class PromptInputs:
 
     def shown_to(self, draft: PreTrainedModel) -> PromptInputs | None:
         """Return the prompts for a draft that looks at images as well; None if it cannot look at these."""
-        if self.given is None or not compat.look_alike(self.config, draft.config):
+        if self.given is None or ENCODED in self.given or not compat.look_alike(self.config, draft.config):
             return None
         places = {name: self.arguments.get(name) for name in ("attention_mask", "position_ids")}
         arguments = {name: _for_model(draft, value) for name, value in {**places, **self.given}.items()}

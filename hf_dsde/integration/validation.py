@@ -21,6 +21,8 @@ SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
 MASK_TOKEN_MODEL_TYPES = ("flaubert", "xlm")
 """Models whose plain decoding predicts the token of a mask that it appends to the text."""
+ONE_MASK_MODEL_TYPES = ("paligemma",)
+"""Models that look at images whose forward pass makes the masks of each kind of layer out of one."""
 UNDERSTOOD_KWARGS = frozenset(
     {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", *compat.CACHE_ARGUMENTS}
 )
@@ -220,6 +222,8 @@ def _check_passes(name: str, model: PreTrainedModel) -> None:
         )
     if "position_ids" not in parameters:
         _refuse(name, "its forward takes no position_ids, and rows of a batch are at different positions. " + PLAIN)
+    if model.config.model_type in ONE_MASK_MODEL_TYPES and len(attention.attention_kinds(model)) > 1:
+        _refuse(name, "some of its layers slide and some do not, and its forward takes one mask for all. " + PLAIN)
     if model.config.model_type in MASK_TOKEN_MODEL_TYPES:
         _refuse(name, "it is fed a mask token after the text at every step. " + PLAIN)
     method = wrappers.foreign_input_method(model)

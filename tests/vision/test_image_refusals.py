@@ -92,6 +92,15 @@ def test_cross_attention_to_images_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("images", [True, False])
+def test_a_model_that_takes_one_mask_for_layers_that_slide_and_others(images: bool) -> None:
+    text = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+    target = blind(tiny_vlm("paligemma", model_type="gemma2", **text))
+    inputs = image_batch("paligemma", [[3, 2] if images else [3]])
+    with pytest.raises(ValueError, match="some of its layers slide and some do not"):
+        target.generate(**inputs, assistant_model="suffix", speculation_policy="static", max_new_tokens=4)
+
+
 def generator(family: str = "llava", **arguments: Any) -> BatchGenerator:
     target, draft = vision_pair(family)
     return BatchGenerator(target, tiny_tokenizer(), assistant_model=draft, batch_size=2, max_new_tokens=6, **arguments)
