@@ -172,7 +172,7 @@ FAMILIES: dict[str, Family] = {
         "LlavaNext", {"model_type": "llama"}, _CLIP, {"vision_feature_layer": -1, **_TILES}, "tiles", _TILED
     ),
     "llava_onevision": Family("LlavaOnevision", {"model_type": "qwen2"}, _SIGLIP, _TILES, "tiles", _TILED),
-    "vipllava": Family("VipLlava", {"model_type": "llama"}, _CLIP, {"vision_feature_layer": [-1, -2]}),
+    "vipllava": Family("VipLlava", {"model_type": "llama"}, _CLIP, {"vision_feature_layers": [-1, -2]}),
     "qwen3_vl_moe": Family("Qwen3VLMoe", {**_AXES, **_EXPERTS, "head_dim": 8}, _DEEP, _GRID_TOKENS, **_GRID),
 }
 
