@@ -50,7 +50,7 @@ class Prefill:
         if inputs is None:
             self.store(spans)
             return
-        real = inputs.mask.bool()
+        real = inputs.mask.bool().clone()  # which a mask of booleans is itself
         real[:, -1] = False
         self._hand_on(spans, tuple(layer[real.to(layer.device)] for layer in self._target.store_prompts(inputs)))
 

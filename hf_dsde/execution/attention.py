@@ -253,10 +253,14 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let this thread's passes of `model` attend as it is set, masks included, whoever holds packed attention.
 
-    The setting itself stays: other threads' passes read it.
+    The setting itself stays: other threads' passes read it. So do kernels of flash attention, which could not work by
+    the name that they would find: where they are set, `sdpa` computes the same.
     """
     with _switching:
-        _, setting = _holders.get(id(model.config.get_text_config(decoder=True)), (0, None))
+        held = _holders.get(id(model.config.get_text_config(decoder=True)))
+    setting = None
+    if held is not None:
+        setting = held[1] if held[1] in MASKABLE_IMPLEMENTATIONS else MASKABLE_IMPLEMENTATIONS[0]
     before, _own.implementation = _of_this_thread(), setting
     try:
         yield

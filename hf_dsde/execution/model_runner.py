@@ -1,4 +1,4 @@
-"""One model over its ragged cache: the only place where a model is called.
+"""One model over its ragged cache: the only place where a model is called, but for the first pass over images.
 
 A block of tokens enters as a `RowBlock`, `[rows, width]`. The runner rounds the width and the part of the cache in view
 up to buckets, fills static input buffers of that shape, and executes the model on them. Everything that varies from

@@ -14,6 +14,7 @@ from tiny_policies import RandomLengths
 from tiny_vision import FAMILIES, IMAGE, THREE_AXES, VIDEO, families, image_batch, text_draft, tiny_vlm, vision_pair
 
 import hf_dsde
+from hf_dsde import compat
 from hf_dsde.execution import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -168,6 +169,26 @@ def test_own_attention_is_that_of_the_thread_that_asks_for_it() -> None:
             other.join()
         elsewhere()
     assert len(raised) == 2
+
+
+def test_a_model_set_to_flash_attention_reads_images_by_an_attention_that_needs_no_such_kernel() -> None:
+    model = tiny_vlm("qwen2_5_vl")
+    inputs = image_batch("qwen2_5_vl", MIXED)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    for config in (model.config, model.config.text_config):
+        compat.set_attention_setting(config, "flash_attention_2")
+    with torch.no_grad(), attention.packed_attention(model), attention.own_attention(model):
+        assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_masks_of_booleans_stay_as_they_are() -> None:
+    target, draft = vision_pair("llava")
+    inputs = image_batch("llava", MIXED)
+    inputs["attention_mask"] = inputs["attention_mask"].bool()
+    before = inputs["attention_mask"].clone()
+    compared(target, draft, inputs, RandomLengths(4, seed=9), max_new_tokens=8)
+    assert torch.equal(inputs["attention_mask"], before)
 
 
 def test_prompt_lookup() -> None:
