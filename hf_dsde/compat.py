@@ -161,6 +161,60 @@ def attention_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     return [config, *(sub for sub in nested if isinstance(sub, PretrainedConfig))]
 
 
+IMAGE_MODEL_TYPES = frozenset(
+    {
+        "aya_vision", "gemma3", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
+        "mistral3", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
+    }
+)  # fmt: skip
+"""Models whose texts are tokens at counted positions once the first pass has read their images."""
+VISION_CONFIG = "vision_config"
+"""Where the configuration of a model that takes images holds that of what looks at them."""
+STAND_INS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+"""Fields of a configuration that name a token which stands for a part of an image or a video."""
+IMAGE_SIZES = (
+    "image_size", "patch_size", "spatial_merge_size", "temporal_patch_size", "scale_factor", "downsample_factor",
+    "downsample_ratio", "mm_tokens_per_image", "image_grid_pinpoints", "vision_feature_select_strategy",
+)  # fmt: skip
+"""Fields, of a configuration or of that of what looks at images, that say how many tokens stand for an image."""
+POSITION_MEMORY = "rope_deltas"
+"""Attribute in which some models keep how positions went on after the last prompts. Passes that are given positions do
+not read it."""
+
+
+def takes_images(model: nn.Module) -> bool:
+    """Whether a model looks at images beside tokens."""
+    return getattr(getattr(model, "config", None), VISION_CONFIG, None) is not None
+
+
+def look_alike(one: PretrainedConfig, other: PretrainedConfig) -> bool:
+    """Whether models of these configurations take the same images, as far as kind and sizes tell."""
+    return one.model_type in IMAGE_MODEL_TYPES and _image_inputs(one) == _image_inputs(other)
+
+
+def _image_inputs(config: PretrainedConfig) -> list[Any]:
+    """What a configuration says of images and the tokens that stand for them."""
+    parts = (config, getattr(config, VISION_CONFIG, None))
+    sizes = [getattr(part, name, None) for part in parts for name in IMAGE_SIZES]
+    return [config.model_type, stand_in_tokens(config), *sizes]
+
+
+def last_positions(position_ids: Tensor) -> Tensor:
+    """Return the positions of the last tokens, `[rows]`, where those of all axes are one and the same.
+
+    Args:
+        position_ids: `[rows, width]`, or with axes in front, of which the first may count tokens as all models do.
+    """
+    last = position_ids[..., -1]
+    return last[-1] if last.dim() > 1 else last
+
+
+def stand_in_tokens(config: PretrainedConfig) -> set[int]:
+    """Return the ids of tokens whose embeddings a model replaces by parts of images."""
+    ids = (getattr(config, name, None) for name in STAND_INS)
+    return {token for token in ids if token is not None}
+
+
 def get_attention_setting(config: PretrainedConfig) -> Any:
     """Return the attention implementation stored in `config`, as `set_attention_setting` takes it back."""
     return config.__dict__.get("_attn_implementation_internal")

@@ -146,7 +146,8 @@ class BatchGenerator(Fingerprinted):
             "chat": chat,
             "chat_template_kwargs": dict(chat_template_kwargs or {}),
         }
-        self._builder = RequestBuilder(tokenizer, **self._request_settings)
+        image_tokens = compat.stand_in_tokens(self._model.config)
+        self._builder = RequestBuilder(tokenizer, **self._request_settings, image_tokens=image_tokens)
         self._warned_of_empty_texts = False
         self.statistics = JobStatistics(acceptance=described(self._speculation.config.acceptance))
 

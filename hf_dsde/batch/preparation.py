@@ -27,6 +27,7 @@ from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.functions import serves_every_row
 from hf_dsde.integration import validation
 from hf_dsde.integration.drafters import model_of
+from hf_dsde.integration.images import IMAGE_ARGUMENTS
 
 OWN_ARGUMENTS = {
     "num_return_sequences": "Repeat the row in the data instead.",
@@ -44,6 +45,10 @@ OWN_ARGUMENTS = {
     "input_ids": "Prompts come with the data.",
     "inputs": "Prompts come with the data.",
     "attention_mask": "Prompts come with the data.",
+    **dict.fromkeys(
+        sorted(IMAGE_ARGUMENTS),
+        "Rows bring text alone; generate prompts with images with model.generate(**processor(images, texts), ...).",
+    ),
 }
 """Arguments of `generate` that have no meaning, or another place, when rows are texts of their own."""
 STOP_CRITERIA_KEPT = 64
@@ -99,9 +104,11 @@ class Preparation:
         arguments: dict[str, Any],
     ) -> None:
         for name, way_out in OWN_ARGUMENTS.items():
-            if arguments.get(name) not in (None, False) and not (name.startswith("num_") and arguments[name] == 1):
-                msg = f"{name}={arguments[name]!r} has no meaning for batch inference. {way_out}"
-                raise ValueError(msg)
+            value = arguments.get(name)
+            if value is None or value is False or (name.startswith("num_") and value == 1):
+                continue
+            shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name}={shown} has no meaning for batch inference. {way_out}")
         validation.check_options(arguments.get("generation_config"), arguments)
         draft_model = model_of(draft)
         validation.check_models(model, draft_model, packed_attention)

@@ -5,7 +5,7 @@ Nothing here raises for what a row holds: one bad row in a million costs that ro
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class RequestBuilder:
         column: The column that holds the prompts. None looks for the known ones.
         chat_template_kwargs: Arguments for `tokenizer.apply_chat_template`, such as `tools` or `enable_thinking`.
         chat: Whether text is a user's message, which goes through the chat template, and not a prompt as it stands.
+        image_tokens: Tokens that stand for parts of images, of which rows bring none.
 
     Raises:
         TypeError, ValueError: An argument is none of what is accepted, or `chat` asks for a template that there is not.
@@ -91,8 +92,10 @@ class RequestBuilder:
         column: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat: bool = False,
+        image_tokens: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._image_tokens = frozenset(image_tokens)
         self._max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1)
         try:
             self._stop_strings = _stop_strings(stop_strings)
@@ -135,6 +138,7 @@ class RequestBuilder:
                 if (given := plain(row.get("stop_strings"))) is not None:
                     stop_strings = _stop_strings(given)
             prompt, is_raw_text = yield from self._prompt(row)
+            self._check_images(prompt)
             self._check_length(len(prompt), max_new_tokens)
         except BadRowError as failure:
             return RejectedRow(index, printable(str(failure)))
@@ -226,6 +230,14 @@ class RequestBuilder:
                 raise wrong(f"{name} at place {place}", token, f"a token id from 0 to {self._vocabulary - 1}")
         mask = None if row is None else plain(row.get("attention_mask"))
         return ids if mask is None else _without_padding(ids, mask)
+
+    def _check_images(self, prompt: list[int]) -> None:
+        found = sorted(self._image_tokens.intersection(prompt))
+        if found:
+            raise BadRowError(
+                f"the prompt has the token ids {found}, which stand for images, but a row brings text alone; take the "
+                "images out of it, or generate it with `model.generate(**processor(images, texts), ...)`"
+            )
 
     def _check_length(self, length: int, max_new_tokens: int) -> None:
         if self._max_prompt_tokens is not None and length > self._max_prompt_tokens:

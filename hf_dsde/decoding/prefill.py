@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.plan import RoundPlan
@@ -45,11 +46,20 @@ class Prefill:
     def store_prompts(self) -> None:
         """Let the target read all prompts, but for their last tokens."""
         spans = [Span(row, 0, length - 1) for row, length in enumerate(self._sequences.prompt_lengths)]
-        self.store(spans)
+        inputs = self._sequences.inputs
+        if inputs is None:
+            self.store(spans)
+            return
+        real = inputs.mask.bool().clone()  # which a mask of booleans is itself
+        real[:, -1] = False
+        self._hand_on(spans, tuple(layer[real.to(layer.device)] for layer in self._target.store_prompts(inputs)))
 
     def store(self, spans: Sequence[Span]) -> None:
         """Let the target read texts, and hand the drafter what it wants of their hidden states."""
-        hidden = self._target.store(spans, self._sequences.tokens_at(spans))
+        self._hand_on(spans, self._target.store(spans, self._sequences.tokens_at(spans)))
+
+    def _hand_on(self, spans: Sequence[Span], hidden: tuple[Tensor, ...]) -> None:
+        """Let the drafter know what the target has read, and what came out of it."""
         if hidden:
             self._drafter.read_states(spans, hidden)
         self._drafter.read_texts([span.row for span in spans])

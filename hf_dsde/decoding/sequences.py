@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_dsde.execution.prompt_inputs import PromptInputs
 from hf_dsde.execution.spans import Span, flat_places
 from hf_dsde.utils.transfers import upload
 
@@ -31,6 +32,7 @@ class SequenceBatch:
         max_new_tokens: The most tokens any row may emit.
         scratch: Room for draft tokens after the last possible token.
         pad_token: Token that fills rows that ended early; None stands for 0.
+        inputs: The prompts with what they bring along beside their tokens; None where that is nothing.
 
     Attributes:
         generated: Tokens that each row emitted so far, `[rows]`, int64, on the device.
@@ -50,6 +52,7 @@ class SequenceBatch:
         max_new_tokens: int,
         scratch: int,
         pad_token: int | None,
+        inputs: PromptInputs | None = None,
     ) -> None:
         # Both at once: the host waits for the device once.
         mask = attention_mask.to(device=input_ids.device, dtype=torch.bool)
@@ -59,6 +62,7 @@ class SequenceBatch:
         self.rows, self.prompt_width = input_ids.shape
         self.max_new_tokens = max_new_tokens
         self._scratch = scratch
+        self.inputs = inputs
         self.device = input_ids.device
         self.pad_token = 0 if pad_token is None else pad_token
         self.prompt_lengths: list[int] = mask.sum(dim=1).tolist()

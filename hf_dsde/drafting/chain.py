@@ -26,6 +26,7 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sampling import choose
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting.proposal import Proposal
+from hf_dsde.drafting.shown_text import ShownText
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import ModelRunner
@@ -78,6 +79,10 @@ class ChainDrafter(Drafter):
     def _make_runner(self, call: DraftCall) -> ModelRunner:
         """Return what runs the draft's passes in a call."""
 
+    def _read_text(self, call: DraftCall) -> SequenceBatch | ShownText:
+        """Return what the draft reads of the batch's text; positions are those in it."""
+        return call.sequences
+
     @abstractmethod
     def _text_block(self, width: int) -> RowBlock:
         """Return the last `width` tokens of each row's text as the draft is fed them, right-aligned."""
@@ -88,7 +93,7 @@ class ChainDrafter(Drafter):
 
         Args:
             tokens: `[rows, 1]`, int64.
-            places: Their positions in the rows' texts, `[rows, 1]`, int64; below 0 where a row has none.
+            places: Their positions in what the draft reads, `[rows, 1]`, int64; below 0 where a row has none.
             before: Of the pass that they were chosen after.
         """
 
@@ -122,6 +127,7 @@ class ChainDrafter(Drafter):
         """Make a cache for the batch, or take over an earlier call's."""
         super().start(call)
         sequences = call.sequences
+        self._text = self._read_text(call)
         self._runner = self._make_runner(call)
         self._runner.cache.limit = call.cache_limit
         self._device = self._runner.device
@@ -184,7 +190,7 @@ class ChainDrafter(Drafter):
 
     def room(self) -> Tensor | None:
         """A row can draft until it has filled the draft's context."""
-        return None if self._context is None else (self._context - self.call.sequences.lengths).clamp_min(0)
+        return None if self._context is None else (self._context - self._text.lengths).clamp_min(0)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out of the draft's passes."""
@@ -203,7 +209,7 @@ class ChainDrafter(Drafter):
         best_ones = not asked and not self.call.do_sample and self._process.changes_nothing
         self._nobody_looks = best_ones and not keeps_logits
         self._keeps_logits, self._steps = keeps_logits, 0
-        output = self._catch_up(sequences, plan)
+        output = self._catch_up(plan)
         candidates = self._chained(plan, output) if best_ones else None
         return candidates or self._step_by_step(sequences, plan, monitor, output)
 
@@ -212,7 +218,7 @@ class ChainDrafter(Drafter):
         sequences, logits = self.call.sequences, output.logits
         self._steps = plan.width - 1
         if self._steps:
-            chain = self._chain(output, plan.lengths.to(self._device), max(sequences.length_counts))
+            chain = self._chain(output, plan.lengths.to(self._device), max(self._text.length_counts))
             drafted = self._runner.chain(replace(chain, goes_on=self._goes_on))
             if drafted is None:
                 self._steps = 0
@@ -241,7 +247,7 @@ class ChainDrafter(Drafter):
 
         def first_block() -> RowBlock:
             tokens = best_tokens(self.model, output.logits, self._vocabulary_size)
-            return self._drafted_block(tokens, self.call.sequences.lengths[:, None].to(self._device), output)
+            return self._drafted_block(tokens, self._text.lengths[:, None].to(self._device), output)
 
         return Chain(
             first_block,
@@ -261,7 +267,7 @@ class ChainDrafter(Drafter):
         drafted = torch.zeros_like(lengths)
         drafting = lengths > 0
         proposal = Proposal()
-        ends = sequences.lengths.to(self._device)
+        ends = self._text.lengths.to(self._device)
         following: Callable[[], PassOutput] | None = None
         for position in range(plan.width):
             if following is not None:
@@ -340,9 +346,9 @@ class ChainDrafter(Drafter):
                 self._cached[row] = self._held(length, num_matches[row], drafted[row])
         self._caught_up = []
 
-    def _catch_up(self, sequences: SequenceBatch, plan: RoundPlan) -> PassOutput:
+    def _catch_up(self, plan: RoundPlan) -> PassOutput:
         """Feed what each row misses up to its last token; return what the pass gave of that."""
-        lengths = sequences.length_counts
+        lengths = self._text.length_counts
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         fits = [
             drafts > 0
@@ -372,7 +378,7 @@ class ChainDrafter(Drafter):
     ) -> Callable[[], PassOutput]:
         """Get a draft step ready that feeds the tokens of the one before."""
         places = (ends + position - 1).masked_fill(~drafting, -1)
-        longest = max(self.call.sequences.length_counts) + position
+        longest = max(self._text.length_counts) + position
         return self._runner.stage(self._drafted_block(tokens[:, None], places[:, None], before), longest, keep=1)
 
 

@@ -122,8 +122,9 @@ class HybridDrafter(Drafter):
         self.model.update_candidate_strategy(sequences, scores, matches, counts)
 
     def read_texts(self, rows: Sequence[int]) -> None:
-        """Look at the prompts for the first time."""
+        """Look at the prompts for the first time, both of them."""
         self.text.prefill(rows)
+        self.model.read_texts(rows)
 
     def prefill(self, rows: Sequence[int]) -> bool:
         """Let the model read the texts of rows that it drafts for."""

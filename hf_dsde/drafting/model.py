@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_dsde.decoding.drafter import DraftCall
+from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting.chain import UNKNOWN_TOKEN_LOGIT, ChainDrafter
+from hf_dsde.drafting.shown_text import ShownText, shown_text
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
@@ -24,7 +26,8 @@ class ModelDrafter(ChainDrafter):
     """Drafts with a causal language model over the target's vocabulary.
 
     Ids that only the draft has are never proposed; ids that only the target has are proposed when a logits processor
-    leaves nothing else, and fed as the draft's last id.
+    leaves nothing else, and fed as the draft's last id. Of prompts with images, a draft that takes the same inputs
+    reads what the target reads, and any other the text alone.
 
     Args:
         model: The draft.
@@ -36,6 +39,20 @@ class ModelDrafter(ChainDrafter):
             self.model, call.sequences.rows, call.capacity, options, call.config.runner, RECORDED_WIDTHS
         )
 
+    def _read_text(self, call: DraftCall) -> SequenceBatch | ShownText:
+        """Text alone, unless the draft looks at the same images as the target."""
+        inputs = call.sequences.inputs
+        self._inputs = None if inputs is None else inputs.shown_to(self.model)
+        return shown_text(call.sequences) if self._inputs is None else call.sequences
+
+    def read_texts(self, rows: Sequence[int]) -> None:
+        """Read prompts with images at once, while all rows are in: they are read together, and only once."""
+        if self._inputs is None:
+            return
+        self._runner.store_prompts(self._inputs)
+        for row in rows:
+            self._cached[row] = self.call.sequences.prompt_lengths[row] - 1
+
     def prefill(self, rows: Sequence[int]) -> bool:
         """Store what rows hold that have drafted nothing yet, but for their last tokens."""
         stored = self._store_missing([row for row in rows if not self._cached[row]])
@@ -44,7 +61,10 @@ class ModelDrafter(ChainDrafter):
         return stored
 
     def _text_block(self, width: int) -> RowBlock:
-        tokens, positions = self.call.sequences.tail(width)
+        tokens, positions = self._text.tail(width)
+        if self._inputs is not None:  # of these prompts, only the last token is text alone
+            last = self._text.lengths - self.call.sequences.generated - 1
+            positions = positions.masked_fill(positions < last[:, None], -1)
         return RowBlock(self._clamp_to_vocabulary(tokens), positions)
 
     def _drafted_block(self, tokens: Tensor, places: Tensor, before: PassOutput) -> RowBlock:  # noqa: ARG002
@@ -62,8 +82,8 @@ class ModelDrafter(ChainDrafter):
         return 2
 
     def _store_missing(self, rows: Sequence[int]) -> bool:
-        sequences = self.call.sequences
-        lengths = sequences.length_counts
+        text = self._text
+        lengths = text.length_counts
         spans = []
         for row in rows:
             end = lengths[row] - 1
@@ -72,7 +92,7 @@ class ModelDrafter(ChainDrafter):
         spans = [span for span in spans if span.count > 0]
         if not spans:
             return False
-        self._runner.store(spans, self._clamp_to_vocabulary(sequences.tokens_at(spans)))
+        self._runner.store(spans, self._clamp_to_vocabulary(text.tokens_at(spans)))
         for span in spans:
             self._cached[span.row] = span.end
         return True

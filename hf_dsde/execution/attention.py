@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_dsde import compat
 
@@ -124,7 +126,7 @@ def packed_gqa_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Scaled dot-product attention in which query heads that share a key-value head are rows of one query block.
 
     With a mask present, the stock path copies every key-value head once per query head that uses it. Moving those
@@ -148,6 +150,10 @@ def packed_gqa_attention(
     Raises:
         NotImplementedError: If the model asks for a score modification or passes no mask of four dimensions.
     """
+    if (own := _of_this_thread()) is not None:
+        attend = ALL_ATTENTION_FUNCTIONS[own]
+        output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return output, weights
     modified = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if modified:
         msg = (
@@ -181,16 +187,27 @@ def _refuse_other_passes(who: str) -> NoReturn:
     raise NotImplementedError(msg)
 
 
-def no_mask(*_: Any, **__: Any) -> NoReturn:
-    """Refuse to make a mask: calls with `speculation_policy` bring their own.
+def no_mask(*args: Any, **kwargs: Any) -> Any:
+    """Refuse to make a mask, but for passes in `own_attention`: calls with `speculation_policy` bring their own.
 
     A pass of somebody else's may ask for one while packed attention is switched on and reach its layers when it is
     switched off again. Without a mask, those would take it for one that hides nothing but later tokens.
 
     Raises:
-        NotImplementedError: Always.
+        NotImplementedError: Outside of `own_attention`.
     """
+    if (own := _of_this_thread()) is not None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
     _refuse_other_passes("A forward pass")
+
+
+_own = threading.local()
+"""What stands in for packed attention in passes of a thread, if anything does."""
+
+
+def _of_this_thread() -> str | None:
+    own: str | None = getattr(_own, "implementation", None)
+    return own
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_gqa_attention)
@@ -223,7 +240,9 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
 
     Blocks of several threads may overlap in any order: the first to enter switches, the last to leave switches back.
     """
-    configs = compat.attention_configs(model.config)
+    # What looks at images has no cache, and looks before the first pass, at whatever time that is.
+    vision = getattr(model.config, compat.VISION_CONFIG, None)
+    configs = [config for config in compat.attention_configs(model.config) if config is not vision]
     for config in configs:
         _hold(config)
     try:
@@ -231,6 +250,25 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for config in configs:
             _release(config)
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let this thread's passes of `model` attend as it is set, masks included, whoever holds packed attention.
+
+    The setting itself stays: other threads' passes read it. So do kernels of flash attention, which could not work by
+    the name that they would find: where they are set, `sdpa` computes the same.
+    """
+    with _switching:
+        held = _holders.get(id(model.config.get_text_config(decoder=True)))
+    setting = None
+    if held is not None:
+        setting = held[1] if held[1] in MASKABLE_IMPLEMENTATIONS else MASKABLE_IMPLEMENTATIONS[0]
+    before, _own.implementation = _of_this_thread(), setting
+    try:
+        yield
+    finally:
+        _own.implementation = before
 
 
 def _hold(config: PretrainedConfig) -> None:

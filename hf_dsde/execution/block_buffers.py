@@ -95,9 +95,15 @@ class BlockBuffers:
             states=None if self.states is None else self.states.flatten(0, 1),
         )
 
-    def number(self) -> None:
-        """Write the position ids that a model's own forward pass looks up."""
+    def number(self, shifts: Tensor | None = None) -> None:
+        """Write the position ids that a model's own forward pass looks up.
+
+        Args:
+            shifts: How far each row's are ahead of `positions`, `[rows, 1]`, int64; None if they are those.
+        """
         torch.clamp(self.positions, min=0, out=self.position_ids)
+        if shifts is not None:
+            self.position_ids.add_(shifts)
 
     @staticmethod
     def _fill_places(buffer: Tensor, places: Tensor) -> None:

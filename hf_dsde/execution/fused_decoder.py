@@ -175,6 +175,7 @@ class FusedDecoder:
         self._ops = ops
         self._embedding = body.embed_tokens
         self._rotary = body.rotary_emb
+        self._axes = 3 if hasattr(body.rotary_emb, "mrope_section") else None
         self._final_norm = Norm.of(body.norm)
         whole: Any = model
         self._head = whole.lm_head
@@ -271,7 +272,11 @@ class FusedDecoder:
     def _begun(self, block: Block, cache: RaggedCache, reach: int) -> tuple[Tensor, Pass]:
         """Return the embeddings, and what the tokens' positions mean in their dtype."""
         stream: Tensor = self._embedding(block.tokens)
-        cos, sin = self._rotary(stream, block.positions.clamp_min(0)[None])
+        positions = block.positions.clamp_min(0)
+        if cache.shifts is not None:
+            positions = positions + cache.shifts[block.rows, 0]
+        # Of text, which alone gets here, the positions of all axes are the same.
+        cos, sin = self._rotary(stream, positions[None] if self._axes is None else positions.expand(self._axes, 1, -1))
         slots = block.slots.masked_fill(block.slots < 0, cache.capacity)
         return stream, Pass(block, cache, reach, cos[0], sin[0], slots)
 

@@ -20,11 +20,47 @@ from hf_dsde.execution import attention
 from hf_dsde.execution.torch_modes import Autocast
 from hf_dsde.kernels.dispatch import why_no_kernels
 
+
+def _modeling_file(name: str) -> str:
+    return f"transformers.models.{name}.modeling_{name}"
+
+
 FAMILIES = {
-    f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
-    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    **{_modeling_file(name.lower()): name for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
+    _modeling_file("qwen2_vl"): "Qwen2VL",
+    _modeling_file("qwen2_5_vl"): "Qwen2_5_VL",
+    _modeling_file("qwen3_vl"): "Qwen3VLText",
 }
-"""Modeling file of each supported family -> the prefix of its class names."""
+"""Modeling file of each supported family of layers -> the prefix of its class names."""
+
+AROUND_TEXT = {
+    _modeling_file(name): (prefix, part)
+    for name, prefix, part in (
+        ("llava", "Llava", "language_model"),
+        ("llava_next", "LlavaNext", "language_model"),
+        ("llava_onevision", "LlavaOnevision", "language_model"),
+        ("vipllava", "VipLlava", "language_model"),
+        ("mistral3", "Mistral3", "language_model"),
+        ("internvl", "InternVL", "language_model"),
+        ("idefics2", "Idefics2", "text_model"),
+        ("idefics3", "Idefics3", "text_model"),
+        ("smolvlm", "SmolVLM", "text_model"),
+        ("qwen2_vl", "Qwen2VL", "language_model"),
+        ("qwen2_5_vl", "Qwen2_5_VL", "language_model"),
+        ("qwen3_vl", "Qwen3VL", "language_model"),
+    )
+}
+"""Modeling file of models that look at images -> the prefix of their class names, and where their text model is.
+
+Once images have been read, these models add nothing to what their text models compute.
+"""
+_OTHER_NAMES = {
+    "Qwen2VLMLP": "Qwen2MLP",
+    "Qwen2_5_VLMLP": "Qwen2MLP",
+    "Qwen2VLModel": "Qwen2VLTextModel",
+    "Qwen2_5_VLModel": "Qwen2_5_VLTextModel",
+}
+"""Class of a part of a text model, as it would be called in most families -> its name where it is called otherwise."""
 
 HEAD_FILE, HEAD, HEAD_LAYER = "hf_dsde.heads.eagle3", "Eagle3Head", "Eagle3FirstLayer"
 """Where the classes of draft heads are, and their names."""
@@ -45,8 +81,11 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def decoder_body(model: nn.Module) -> Any:
-    """What holds embeddings, layers and final norm: the model inside a causal LM, a draft head itself."""
-    return model if type(model).__module__ == HEAD_FILE else model.model
+    """What holds embeddings, layers and final norm: the text model inside a causal LM, a draft head itself."""
+    if type(model).__module__ == HEAD_FILE:
+        return model
+    around = AROUND_TEXT.get(type(model).__module__)
+    return model.model if around is None else getattr(model.model, around[1])
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -56,11 +95,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def attention_windows(model: nn.Module) -> list[int | None]:
-    """How far each layer looks back. Only Qwen's layers differ; only Llama's never slide."""
+    """How far each layer looks back. Only Qwen's layers differ; Llama's and those of Qwen3-VL never slide."""
     config: PretrainedConfig = decoder_body(model).config
     family = _family(model)
     sliding: int | None = getattr(config, "sliding_window", None)
-    if family == "Llama":
+    if family in ("Llama", "Qwen3VLText"):
         return [None] * config.num_hidden_layers
     if family == "Mistral":
         return [sliding] * config.num_hidden_layers
@@ -79,9 +118,10 @@ def why_not_fused(model: nn.Module) -> str | None:
     # A class made by `enable` names the one it was made of; a class derived from that has no such entry of its own.
     own_class = type(model).__dict__.get("_hf_dsde_own_class", type(model))
     family = _family(model)
-    expected = HEAD if own_class.__module__ == HEAD_FILE else f"{family}ForCausalLM"
-    if family is None or own_class is not getattr(sys.modules[own_class.__module__], expected):
-        supported = ", ".join([*(f"{name}ForCausalLM" for name in FAMILIES.values()), HEAD])
+    if family is None or own_class is not getattr(sys.modules[own_class.__module__], _whole_class(model)):
+        texts = [f"{name}ForCausalLM" for file, name in FAMILIES.items() if file not in AROUND_TEXT]
+        images = [f"{prefix}ForConditionalGeneration" for prefix, _ in AROUND_TEXT.values()]
+        supported = ", ".join([*texts, *images, HEAD])
         return f"its class is {own_class.__module__}.{own_class.__name__}, and supported are exactly {supported}"
     return next(_structural_reasons(model), None) or next(_arithmetic_reasons(model), None)
 
@@ -91,7 +131,23 @@ def _family(model: nn.Module) -> str | None:
     file = type(model).__module__
     if file == HEAD_FILE:
         return HEAD_FAMILIES.get(str(getattr(model.config, "model_type", None)))
+    if file in AROUND_TEXT:
+        file = type(getattr(getattr(model, "model", None), AROUND_TEXT[file][1], None)).__module__
     return FAMILIES.get(file)
+
+
+def _whole_class(model: nn.Module) -> str:
+    """Name that the class of a supported model would have."""
+    file = type(model).__module__
+    if file == HEAD_FILE:
+        return HEAD
+    return f"{AROUND_TEXT[file][0]}ForConditionalGeneration" if file in AROUND_TEXT else f"{_family(model)}ForCausalLM"
+
+
+def _part(family: str | None, suffix: str) -> str:
+    """Name of the class of a part of a family's text model."""
+    name = f"{family}{suffix}"
+    return _OTHER_NAMES.get(name, name)
 
 
 def _bypassed(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, str]]]:
@@ -99,19 +155,23 @@ def _bypassed(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, str
     family = _family(model)
     file = next(file for file, name in FAMILIES.items() if name == family)
     is_head = type(model).__module__ == HEAD_FILE
-    body = "" if is_head else "model."
+    body, own_file = "" if is_head else "model.", type(model).__module__
+    yield "", model, (_whole_class(model), own_file)
     if is_head:
-        yield "", model, (HEAD, HEAD_FILE)
         yield "layers.0.hidden_norm", model.get_submodule("layers.0.hidden_norm"), (f"{family}RMSNorm", file)
+    elif own_file in AROUND_TEXT:
+        prefix, text = AROUND_TEXT[own_file]
+        yield "model", model.get_submodule("model"), (f"{prefix}Model", own_file)
+        yield f"model.{text}", decoder_body(model), (_part(family, "Model"), file)
+        body = f"model.{text}."
     else:
-        yield "", model, (f"{family}ForCausalLM", file)
         yield "model", model.get_submodule("model"), (f"{family}Model", file)
     yield f"{body}norm", model.get_submodule(f"{body}norm"), (f"{family}RMSNorm", file)
-    parts = {**_LAYER_PARTS, **(_QK_NORMS if family == "Qwen3" else {})}
+    parts = {**_LAYER_PARTS, **(_QK_NORMS if family in ("Qwen3", "Qwen3VLText") else {})}
     for index, layer in enumerate(decoder_layers(model)):
         for part, suffix in parts.items():
             first = is_head and not index and not part
-            expected = (HEAD_LAYER, HEAD_FILE) if first else (f"{family}{suffix}", file)
+            expected = (HEAD_LAYER, HEAD_FILE) if first else (_part(family, suffix), file)
             yield f"{body}layers.{index}{part}", layer.get_submodule(part[1:]), expected
 
 
@@ -158,13 +218,13 @@ def _arithmetic_reasons(model: Any) -> Iterator[str]:
         yield f"its weights are {model.dtype}, and the kernels sum in float32"
     if (dtype := Autocast.on(model.device).dtype) is not None:
         yield f"autocast makes some of its operations {dtype}, and a fused pass takes the dtypes that tensors have"
-    fields = {name: getattr(model.config, name, usual) for name, usual in _OTHER_ARITHMETIC.items()}
+    body = decoder_body(model)
+    fields = {name: getattr(body.config, name, usual) for name, usual in _OTHER_ARITHMETIC.items()}
     for name, value in fields.items():
         if value not in (None, _OTHER_ARITHMETIC[name]):
             yield f"its configuration sets {name}={value}"
     if not attention.reproduces_attention(model):
         yield f"its attention is set to {model.config._attn_implementation!r}, which stays as it is"
-    body = decoder_body(model)
     head_dim = body.layers[0].self_attn.head_dim
     turned = 2 * body.rotary_emb.inv_freq.shape[-1]
     if turned != head_dim:

@@ -282,13 +282,14 @@ class GraphRunner(EagerRunner):
             self._give_up(failure)
             return None
 
-    def _make_room(self, longest: int) -> None:
-        """Let the cache hold rows of a length; what was recorded over smaller buffers goes."""
+    def _make_room(self, longest: int) -> int:
+        """As for any runner; what was recorded over smaller buffers goes."""
         slots = next_multiple(longest, CAPACITY_STEP)
         if self.cache.limit is not None:
             slots = max(longest, min(slots, self.cache.limit))
         if longest > self.cache.capacity and self._reserve(slots):
             self._workspace.passes.clear()
+        return min(next_multiple(longest, self._options.view_bucket), self.cache.capacity)
 
     def _reach(self, longest: int) -> int:
         """Round a bound on the rows' lengths up, which is no reason for the cache to grow.
@@ -369,8 +370,8 @@ class GraphRunner(EagerRunner):
             # Weights that autocast has cast for whoever called may be gone when this is replayed.
             torch.clear_autocast_cache()
             buffers.masks.clear()
-            self._fill_masks(buffers, view)
             self.cache.aim(buffers.slots, view)
+            self._fill_masks(buffers, view)
             output = self._execute(buffers, kept, exit_layer)
             torch.clear_autocast_cache()
             return output

@@ -155,11 +155,14 @@ class RaggedCache(Cache):
 
     Attributes:
         limit: Slots per row that growing ahead of need stops at; None for no limit.
+        shifts: How far the positions of each row's tokens are ahead of their slots, once images are over which count
+            as fewer positions than they have tokens, `[rows, 1]`, int64; None where they never are.
     """
 
     def __init__(self, layers: int, capacity: int, rows: int | None = None) -> None:
         self.plan = WritePlan(capacity, rows)
         self.limit: int | None = None
+        self.shifts: Tensor | None = None
         self.ragged_layers = [RaggedLayer(self.plan) for _ in range(layers)]
         super().__init__(layers=list(self.ragged_layers))
 
@@ -177,6 +180,21 @@ class RaggedCache(Cache):
         """Fill the buffers with zeros, if there are any: no slot may hold what an earlier text left there."""
         for layer in self.ragged_layers:
             layer.clear()
+        if self.shifts is not None:
+            self.shifts.zero_()
+
+    def shift_rows(self, device: torch.device) -> None:
+        """Let rows have positions ahead of their slots; by 0 to begin with. The tensor stays the same from then on."""
+        with lasting():
+            self.shifts = torch.zeros(self.plan.rows or 0, 1, dtype=torch.long, device=device)
+
+    @property
+    def aimed_shifts(self) -> Tensor | None:
+        """The shifts of the rows that the next block is directed to, `[rows of the block, 1]`."""
+        if self.shifts is None:
+            return None
+        rows, _ = self.plan.place_on(self.shifts.device)
+        return self.shifts[rows[:, 0]]
 
     def aim(self, slots: Tensor, view: int, rows: Tensor | None = None) -> None:
         """Direct the next block.
@@ -212,5 +230,7 @@ class RaggedCache(Cache):
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows in `index` (int64, `[kept]`), in that order."""
         self.plan.rows = len(index)
+        if self.shifts is not None:
+            self.shifts = self.shifts.index_select(0, index.to(self.shifts.device))
         for layer in self.ragged_layers:
             layer.select_rows(index)

@@ -1,4 +1,4 @@
-"""One model over its ragged cache: the only place where a model is called.
+"""One model over its ragged cache: the only place where a model is called, but for the first pass over images.
 
 A block of tokens enters as a `RowBlock`, `[rows, width]`. The runner rounds the width and the part of the cache in view
 up to buckets, fills static input buffers of that shape, and executes the model on them. Everything that varies from
@@ -28,6 +28,7 @@ from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput, checked_layers, chosen_layers
+from hf_dsde.execution.prompt_inputs import PromptInputs
 from hf_dsde.execution.recorded_chain import Chain, DraftedChain
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, similar_counts
@@ -99,6 +100,8 @@ class ModelRunner(ABC):
         self.packed = options.packed_attention and attention.reproduces_attention(model)
         text_config = model.config.get_text_config(decoder=True)
         self.cache = RaggedCache(text_config.num_hidden_layers, capacity, rows)
+        if compat.takes_images(model):
+            self.cache.shift_rows(self.device)
         heads = text_config.num_attention_heads
         # Masks are packed for this many heads; a layer that shares otherwise packs for itself.
         self._shared_heads = heads // (getattr(text_config, "num_key_value_heads", None) or heads)
@@ -209,11 +212,10 @@ class ModelRunner(ABC):
 
     def _fill(self, buffers: BlockBuffers, block: RowBlock, longest: int, places: Tensor | None = None) -> None:
         """Get a block ready for an eager pass in the cache rows `places`, or in all."""
-        view = next_multiple(longest, self._options.view_bucket)
-        self._reserve(view)
+        view = self._make_room(longest)
         buffers.fill(block)
-        self._fill_masks(buffers, view)
         self.cache.aim(buffers.slots, view, places)
+        self._fill_masks(buffers, view)
 
     def store(self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Store tokens whose logits nobody wants, such as prompts: `prefill_chunk` at a time, of all rows together.
@@ -238,6 +240,24 @@ class ModelRunner(ABC):
         if not self.cache.is_allocated:
             check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
         return self._store(spans, tokens.to(self.device), None if states is None else states.to(self.device))
+
+    def store_prompts(self, prompts: PromptInputs) -> tuple[Tensor, ...]:
+        """Store prompts with what they bring along, all of their tokens, by the pass that plain decoding begins with.
+
+        Args:
+            prompts: Of all rows of the batch, none of which has left.
+
+        Returns:
+            Hidden states, `[rows, width, H]` for each layer that was asked for; anything where prompts are padded.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has no room for the cache; nothing has been done then.
+        """
+        if not self.cache.is_allocated:
+            check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
+        self._make_room(prompts.width)
+        with self._autocast.held():
+            return prompts.read(self.model, self.cache, self.hidden_layers)
 
     def _store(self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None) -> tuple[Tensor, ...]:
         """Store tokens by passes over rows of about the same length, padded to the longest."""
@@ -315,6 +335,12 @@ class ModelRunner(ABC):
             return per_row
         return per_row.new_zeros(self.rows, *per_row.shape[1:]).index_copy_(0, live, per_row)
 
+    def _make_room(self, longest: int) -> int:
+        """Let the cache hold rows of a length; return the part of it that is in view then."""
+        view = next_multiple(longest, self._options.view_bucket)
+        self._reserve(view)
+        return view
+
     def _reserve(self, slots: int) -> bool:
         """Make room in the cache, if there is room for it; return whether its buffers have moved."""
         if slots > self.cache.capacity:
@@ -332,7 +358,7 @@ class ModelRunner(ABC):
 
     def _fill_masks(self, buffers: BlockBuffers, view: int) -> None:
         """Write what comes of positions; masks keep their storage as long as the view keeps its bucket."""
-        buffers.number()
+        buffers.number(self.cache.aimed_shifts)
         for kind in self._kinds:
             visible = attention.visible_slots(buffers.positions, view, kind.window, buffers.slots, buffers.ancestors)
             mask = self._mask(visible)

@@ -34,7 +34,7 @@ KNOWN_PACKAGES = QUANTISERS | {"torch", "transformers", ADAPTERS, "hf_dsde"}
 KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate"}
 """Their functions may take the place of a module's `forward`, and call only what they were made with."""
 
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"} | {compat.CAPTURE_MARK}
+_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"} | {compat.CAPTURE_MARK, compat.POSITION_MEMORY}
 """Attributes that every module has, and which are looked at otherwise or say nothing about its arithmetic."""
 _NUMBERS_AND_NAMES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}

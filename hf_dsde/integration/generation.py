@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from hf_dsde.decoding.token_feed import TokenFeed
 from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.integration import validation
 from hf_dsde.integration.drafters import Assistant, drafter_for
+from hf_dsde.integration.images import prompt_inputs
 from hf_dsde.integration.loop_builder import build_loop
 from hf_dsde.integration.outputs import SpeculativeGenerateOutput
 from hf_dsde.lossy_acceptance import described, warn_once
@@ -41,11 +42,19 @@ RESERVED_NEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Speculation:
-    """How one call speculates, and who listens."""
+    """How one call speculates, and who listens.
+
+    Attributes:
+        policy: Decides how much is drafted.
+        config: Everything else.
+        listeners: Hear of every round.
+        inputs: What prompts bring along beside their tokens, as it was given; None if nobody knows.
+    """
 
     policy: StoppingPolicy
     config: SpeculationConfig
     listeners: tuple[RoundListener, ...] = ()
+    inputs: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -124,12 +133,15 @@ def generate_speculatively(
     if may_depend_on_rows(model) or drafter.depends_on_rows:  # then all rows stay in, each at its place
         config = config.replace(options=config.options.replace(drop_finished_rows=False))
     limit = length_limit(stopping_criteria, generation_config.max_length)
+    mask = compat.prompt_mask(input_ids, model_kwargs)
+    given = speculation.inputs if generation_config.num_return_sequences == 1 else None  # else of fewer rows
     sequences = SequenceBatch(
         input_ids,
-        compat.prompt_mask(input_ids, model_kwargs),
+        mask,
         max_new_tokens=max(limit - input_ids.shape[1], 1),
         scratch=config.max_draft_length + 1,
         pad_token=_scalar(generation_config._pad_token_tensor),
+        inputs=prompt_inputs(model, input_ids, mask, model_kwargs, given),
     )
     new_tokens = min(sequences.max_new_tokens, RESERVED_NEW_TOKENS)
     capacity = max(sequences.prompt_lengths) + new_tokens + config.max_draft_length

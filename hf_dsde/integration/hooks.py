@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ from transformers.generation.utils import GenerateOutput
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import release_memory
 from hf_dsde.execution.wrappers import innermost
-from hf_dsde.integration import validation
+from hf_dsde.integration import images, validation
 from hf_dsde.integration.drafters import Assistant
 from hf_dsde.integration.generation import Speculation, generate_speculatively
 from hf_dsde.integration.outputs import SpeculativeGenerateOutput
@@ -48,7 +49,9 @@ def _prepare_generation_config(
     validation.check_hidden_policy(prepared)
     if speculates:
         validation.check_options(generation_config, kwargs)
-        setattr(prepared, _SPECULATION, Speculation.of(policy, config, listeners))
+        validation.check_images(model, model_kwargs.get("input_ids"), model_kwargs)
+        speculation = Speculation.of(policy, config, listeners)
+        setattr(prepared, _SPECULATION, replace(speculation, inputs=images.given_inputs(model_kwargs)))
     return prepared, model_kwargs
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,13 +14,15 @@ from hf_dsde import compat
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.state import refuse_known
 from hf_dsde.execution import attention, wrappers
-from hf_dsde.integration import drafters, vocabularies
+from hf_dsde.integration import drafters, images, vocabularies
 from hf_dsde.integration.heads import check_head, is_head
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
 MASK_TOKEN_MODEL_TYPES = ("flaubert", "xlm")
 """Models whose plain decoding predicts the token of a mask that it appends to the text."""
+ONE_MASK_MODEL_TYPES = ("paligemma",)
+"""Models that look at images whose forward pass makes the masks of each kind of layer out of one."""
 UNDERSTOOD_KWARGS = frozenset(
     {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", *compat.CACHE_ARGUMENTS}
 )
@@ -226,6 +227,8 @@ def _check_passes(name: str, model: PreTrainedModel) -> None:
         )
     if "position_ids" not in parameters:
         _refuse(name, "its forward takes no position_ids, and rows of a batch are at different positions. " + PLAIN)
+    if model.config.model_type in ONE_MASK_MODEL_TYPES and len(attention.attention_kinds(model)) > 1:
+        _refuse(name, "some of its layers slide and some do not, and its forward takes one mask for all. " + PLAIN)
     if model.config.model_type in MASK_TOKEN_MODEL_TYPES:
         _refuse(name, "it is fed a mask token after the text at every step. " + PLAIN)
     method = wrappers.foreign_input_method(model)
@@ -330,31 +333,33 @@ def check_call(
         )
     for processor in processors:
         refuse_known(processor)
-    given = {name for name, v in model_kwargs.items() if v is not None and not _is_empty_mapping(v)}
-    others = sorted(given - UNDERSTOOD_KWARGS)
+    check_images(model, input_ids, model_kwargs)
+    others = sorted(images.given(model_kwargs).keys() - UNDERSTOOD_KWARGS - images.IMAGE_ARGUMENTS)
     if others:
         _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
-    _check_positions(input_ids, model_kwargs)
-    _check_rotary_scaling(model, generation_config.max_length)
-
-
-def _is_empty_mapping(value: Any) -> bool:
-    """Whether this says nothing: a call with text alone carries an empty mapping of the other kinds of input."""
-    return isinstance(value, Mapping) and not value
-
-
-def _check_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Refuse positions of the user's that are not simply counted: slots are positions here."""
-    positions = model_kwargs.get("position_ids")
-    if positions is None:
-        return
-    mask = compat.prompt_mask(input_ids, model_kwargs).to(input_ids.device).bool()
-    counted = mask.long().cumsum(dim=1) - 1
-    if positions.shape != counted.shape or not bool((positions == counted)[mask].all()):
+    if not images.counts_positions(input_ids, model_kwargs):
         _refuse(
             "position_ids",
             "a token's position is its place in the row here, and these count otherwise. Leave the argument out.",
         )
+    _check_rotary_scaling(model, generation_config.max_length)
+
+
+def check_images(model: PreTrainedModel, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> None:
+    """Refuse what prompts bring along beside their tokens, if later passes would have to see it.
+
+    Args:
+        model: The target.
+        input_ids: Prompts, `[rows, width]`; None if they are not known yet.
+        model_kwargs: Arguments of the call.
+
+    Raises:
+        ValueError: For models that are not known to look at images once, and prompts that end in an image.
+    """
+    refused = images.refusal(model, input_ids, model_kwargs)
+    if refused is not None:
+        what, why = refused
+        _refuse(what, f"{why} {PLAIN}")
 
 
 def _check_rotary_scaling(model: PreTrainedModel, max_length: int) -> None:
