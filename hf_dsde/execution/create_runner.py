@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from hf_dsde import compat
 from hf_dsde.execution.cuda_graphs import Capture, CudaCapture
+from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.fused_head import fused_decoder
 from hf_dsde.execution.graph_runner import GraphRunner
-from hf_dsde.execution.model_runner import EagerRunner, ModelRunner
+from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.workspaces import workspace_key, workspaces
 from hf_dsde.execution.wrappers import innermost

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
+from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.flat_block import flat_block
 from hf_dsde.execution.fused_decoder import FusedDecoder
-from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
+from hf_dsde.execution.model_runner import next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
@@ -355,7 +356,6 @@ class GraphRunner(EagerRunner):
             block.place(self._live)
             flat = self._fused_forward(block, reach, after=exit_layer)
             forward = lambda: flat().map(lambda states: states[:, None])  # noqa: E731
-
         body = step.around(forward, self.model)
         if self._compiles:
             body()

@@ -338,10 +338,7 @@ def check_call(
     if others:
         _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
     if not images.counts_positions(input_ids, model_kwargs):
-        _refuse(
-            "position_ids",
-            "a token's position is its place in the row here, and these count otherwise. Leave the argument out.",
-        )
+        _refuse("position_ids", "a token's position is its place in the row, and these count otherwise. Leave it out.")
     _check_rotary_scaling(model, generation_config.max_length)
 
 
@@ -354,10 +351,9 @@ def check_images(model: PreTrainedModel, input_ids: Tensor | None, model_kwargs:
         model_kwargs: Arguments of the call.
 
     Raises:
-        ValueError: For models that are not known to look at images once, and prompts that end in an image.
+        ValueError: For models not known to look at images once, and prompts that end in an image.
     """
-    refused = images.refusal(model, input_ids, model_kwargs)
-    if refused is not None:
+    if refused := images.refusal(model, input_ids, model_kwargs):
         what, why = refused
         _refuse(what, f"{why} {PLAIN}")
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_dsde.drafting.chain import UNKNOWN_TOKEN_LOGIT
 from hf_dsde.drafting.head import over_target_vocabulary
-from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock

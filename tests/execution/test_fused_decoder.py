@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dsde.drafting.layer_draft import initialise_draft
+from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.kv_cache import RaggedCache
-from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 import hf_dsde
 from hf_dsde.execution import create_runner as runners
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
+from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import CAPACITY_STEP, MIN_REACH, GraphRunner
-from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.workspaces import Workspaces, workspace_key, workspaces

@@ -12,7 +12,7 @@ from tiny_pair import tiny_pair
 
 import hf_dsde
 from hf_dsde.execution import memory
-from hf_dsde.execution.model_runner import EagerRunner
+from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 
 LATENT: dict[str, Any] = {

@@ -17,7 +17,8 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.execution import attention, model_runner
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.create_runner import create_runner
-from hf_dsde.execution.model_runner import WIDTH_BUCKETS, EagerRunner, next_bucket, single_device
+from hf_dsde.execution.eager_runner import EagerRunner
+from hf_dsde.execution.model_runner import WIDTH_BUCKETS, next_bucket, single_device
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 import hf_dsde
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
+from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.graph_runner import GraphRunner
-from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.recording_key import recording_key
 from hf_dsde.execution.workspaces import workspaces

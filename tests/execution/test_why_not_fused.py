@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 import hf_dsde
+from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.fused_families import FAMILIES, why_not_fused
-from hf_dsde.execution.model_runner import EagerRunner, ModelRunner
+from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.kernels import dispatch, reference
 

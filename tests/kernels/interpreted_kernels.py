@@ -30,10 +30,10 @@ from tiny_models import tiny_model
 from tiny_trees import LENGTHS, Trees
 from torch import Tensor
 
+from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.fused_head import FusedHead
 from hf_dsde.execution.kv_cache import RaggedCache
-from hf_dsde.execution.model_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
