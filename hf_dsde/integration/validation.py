@@ -338,7 +338,7 @@ def check_call(
     if others:
         _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
     if not images.counts_positions(input_ids, model_kwargs):
-        _refuse("position_ids", "a token's position is its place in the row, and these count otherwise. Leave it out.")
+        _refuse("position_ids", "a token's position is its place in the row, not another. Leave the argument out.")
     _check_rotary_scaling(model, generation_config.max_length)
 
 
