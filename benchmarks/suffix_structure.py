@@ -188,6 +188,7 @@ class PeerText:
         return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
+        """As for any text."""
         if not self._tokens:
             self._cache.start_request(self._name, list(tokens))
         elif tokens:
@@ -195,24 +196,28 @@ class PeerText:
         self._tokens.extend(tokens)
 
     def continuation(self, most: int) -> Continuation:
+        """What the trees propose."""
         found = self._cache.speculate(self._name, self._tokens[-PEER_DEPTH:], most)
         return Continuation(list(found.token_ids), found.score)
 
 
 class PeerDrafter(TextDrafter[PeerText]):
-    """Asks the trees of `arctic-inference`, which remember the answers of other rows from the moment they are written."""
+    """Asks the trees of `arctic-inference`, which learn from the answers of other rows while they are written."""
 
     def __init__(self) -> None:
         self._cache = SuffixDecodingCache(PEER_DEPTH, 10_000)
         self._names = count()
 
     def new_text(self) -> PeerText:
+        """As for any drafter."""
         return PeerText(self._cache, next(self._names))
 
     def continuation(self, text: PeerText, most: int) -> Continuation:
+        """As for any drafter."""
         return text.continuation(most)
 
     def finish(self) -> None:
+        """As for any drafter."""
         for name in list(self._cache.active_requests):
             self._cache.stop_request(name)
         super().finish()

@@ -50,12 +50,12 @@ class Prepared(NamedTuple):
     Attributes:
         output: Of the first pass.
         width: Tokens of each row that it was fed.
-        chained: Whether the steps after it are under way.
+        steps: How many after it are under way.
     """
 
     output: PassOutput
     width: int
-    chained: bool
+    steps: int
 
 
 class ChainDrafter(Drafter):
@@ -142,7 +142,7 @@ class ChainDrafter(Drafter):
         self._staged: Callable[[], PassOutput] | None = None
         self._prepared: Prepared | None = None
         self._steps = 0  # of the last round's chain, ...
-        self._goes_on = False  # and whether this round's has begun already
+        self._begun_steps = 0  # and how many of this round's were begun before it
 
     @property
     def exit_layer(self) -> int | None:
@@ -219,7 +219,7 @@ class ChainDrafter(Drafter):
         self._steps = plan.width - 1
         if self._steps:
             chain = self._chain(output, plan.lengths.to(self._device), max(self._text.length_counts))
-            drafted = self._runner.chain(replace(chain, goes_on=self._goes_on))
+            drafted = self._runner.chain(replace(chain, goes_on=self._begun_steps > 0))
             if drafted is None:
                 self._steps = 0
                 return None
@@ -232,7 +232,7 @@ class ChainDrafter(Drafter):
             tokens.to(sequences.device),
             plan.lengths,
             host_lengths=plan.length_counts,
-            steps=plan.width,
+            steps=1 + max(self._steps, self._begun_steps),
             logits=self._align(logits).to(sequences.device) if self._keeps_logits else None,
         )
 
@@ -327,11 +327,10 @@ class ChainDrafter(Drafter):
         """Run the first pass, and as many steps as the last round had: the next one rarely has fewer."""
         staged, self._staged = self._staged, None
         assert staged is not None
-        output, chained = staged(), False
+        output, begins = staged(), False
         if self._steps and (self._context is None or longest + self._steps <= self._context):
-            chain = self._chain(output, going_on * (self._steps + 1), longest)
-            chained = self._runner.begin_chain(chain)
-        self._prepared = Prepared(output, width, chained)
+            begins = self._runner.begin_chain(self._chain(output, going_on * (self._steps + 1), longest))
+        self._prepared = Prepared(output, width, self._steps if begins else 0)
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self,
@@ -356,10 +355,10 @@ class ChainDrafter(Drafter):
             for drafts, active, gap, length in zip(plan.length_counts, plan.active_rows, missing, lengths, strict=True)
         ]
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
-        prepared, self._prepared, self._goes_on = self._prepared, None, False
+        prepared, self._prepared, self._begun_steps = self._prepared, None, 0
         rows = [row for row, fit in enumerate(fits) if fit]
         if prepared is not None and max(missing[row] for row in rows) <= prepared.width:
-            self._goes_on = prepared.chained
+            self._begun_steps = prepared.steps
             return prepared.output
         if not self._fits_first_pass(max(missing[row] for row in rows)):
             self._store_missing([row for row in rows if missing[row] > self._tuning.long_gap])

@@ -18,7 +18,7 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.drafting.chain import ChainDrafter
-from hf_dsde.drafting.choice import RunningAcceptance, choose, model_offer
+from hf_dsde.drafting.choice import Choice, RunningAcceptance, choose, model_offer
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.execution.cuda_graphs import RecordingCosts
@@ -73,13 +73,20 @@ class HybridDrafter(Drafter):
         going_on = [row for row, n in enumerate(most) if n]
         if not going_on:
             return wanted
-        proposals = self.text.propose(self.call.sequences, most)
         acceptance = self._acceptance.of_rows()
-        texts = self.text.offers([proposals[row] for row in going_on], costs)
-        choice = choose([model_offer(wanted[row], acceptance[row]) for row in going_on], texts, costs)
-        for place in choice.texts:
-            row = going_on[place]
-            self._drafts[row] = self.text.cut(proposals[row], texts[place])
+        offers = [model_offer(wanted[row], acceptance[row]) for row in going_on]
+        choice = Choice(frozenset(), True)
+
+        def take(proposals: list[Continuation]) -> bool:
+            nonlocal choice
+            texts = self.text.offers([proposals[row] for row in going_on], costs)
+            choice = choose(offers, texts, costs)
+            for place in choice.texts:
+                row = going_on[place]
+                self._drafts[row] = self.text.cut(proposals[row], texts[place])
+            return bool(choice.texts)
+
+        self.text.look(most, costs, take)
         if not choice.model:
             if any(wanted):
                 self._acceptance.forget()

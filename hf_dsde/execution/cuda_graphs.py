@@ -10,6 +10,7 @@ itself.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -250,10 +251,6 @@ def raise_out_of_memory(failure: Exception) -> None:
 Entry = TypeVar("Entry")
 
 
-LENDINGS = 100
-"""Times that a larger recording does in place of one that is missing: recording takes as long as dozens of passes."""
-
-
 class CapturedPasses(Generic[Entry]):
     """What has been recorded, by key; the entry that was used least recently goes when there are too many.
 
@@ -292,14 +289,15 @@ class CapturedPasses(Generic[Entry]):
         self.captures += 1
         return entry
 
-    def choose(self, keys: Sequence[Hashable]) -> int:
+    def choose(self, keys: Sequence[Hashable], most: float = math.inf) -> int:
         """Return which key's entry does for the first one: its own, or one that is there while that is rarely needed.
 
         Args:
             keys: The entry that fits best, then others that do as well, but take longer.
+            most: How often others do.
         """
         best = keys[0]
-        if best in self._entries or self._lent[best] >= LENDINGS:
+        if best in self._entries or self._lent[best] >= most:
             return 0
         other = next((number for number, key in enumerate(keys) if key in self._entries), 0)
         self._lent[best] += other > 0

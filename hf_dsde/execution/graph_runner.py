@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -26,14 +27,12 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
 from hf_dsde.execution.recording_key import is_compiled
-from hf_dsde.execution.row_block import RowBlock, Shape, somewhat_larger
+from hf_dsde.execution.row_block import LENDINGS, PACKED_WIDTHS, RowBlock, Shape, somewhat_larger
 from hf_dsde.execution.spans import Span, portions, total_count
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, WorkspaceKey, workspaces
 from hf_dsde.kernels.block import Block
 from hf_dsde.utils.transfers import upload
 
-PACKED_WIDTHS = (4, 8, 16, 32, 64)
-"""Bounds on a row's tokens in a packed pass: they size a launch, and each is another pass to record."""
 MIN_REACH = 512
 """Smallest bound of a row's length that a fused pass is recorded for."""
 CAPACITY_STEP = 256
@@ -133,8 +132,9 @@ class GraphRunner(EagerRunner):
 
     def _nearest(self, shape: Shape, reach: int) -> Shape:
         """Return the shape, or a larger one that does as well if that is recorded."""
-        shapes = (shape, *somewhat_larger(shape, self._width_buckets, self._tuning.free_tokens))
-        return shapes[self._workspace.passes.choose([self._key(each, reach) for each in shapes])]
+        shapes = list(somewhat_larger(shape, self._width_buckets, self._tuning.free_tokens))
+        keys = [self._key(each, reach) for each in shapes]
+        return shapes[self._workspace.passes.choose(keys, LENDINGS.get(shape[0], inf))]
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""

@@ -21,6 +21,11 @@ LEAST_VARYING_WIDTH = 5
 """Narrower passes are the common ones, and as fast as they can be."""
 Shape = tuple[Any, ...]
 """What tells recorded passes apart, apart from the bound on lengths; its kind first."""
+PACKED_WIDTHS = (4, 8, 16, 32, 64)
+"""Bounds on a row's tokens that packed passes are recorded for."""
+LENDINGS = {"packed": 100}
+"""How often a larger pass does in place of one that is not recorded, by kind: recording takes as long as dozens of
+passes. Of padded ones it always does: they cost the same."""
 WIDEST_TREE = 64
 """Tokens of a row whose ancestors a mask of 64 bits can name."""
 
@@ -32,22 +37,24 @@ def packed_bucket(tokens: int) -> int:
 
 
 def somewhat_larger(shape: Shape, widths: Sequence[int], free_tokens: int) -> Iterator[Shape]:
-    """Yield the shapes of passes that give the same of a block that is filled up, and take little longer.
+    """Yield the shape, and those of passes that give the same of a block that is filled up and take little longer.
 
     Lengths that differ from round to round would have a pass recorded for each.
 
     Args:
-        shape: `("packed", tokens, ...)` or `("padded", rows, columns, kept columns, ...)`.
+        shape: `("packed", tokens, bound on a row's, ...)` or `("padded", rows, columns, kept columns, ...)`.
         widths: Columns that padded passes have.
         free_tokens: Tokens up to which padding costs nothing.
     """
     kind, first, second, *others = shape
     if kind == "packed":
-        size = packed_bucket(first + 1)
+        size = first
         while size <= first + first * SOMEWHAT:
-            yield (kind, size, second, *others)
+            yield from ((kind, size, width, *others) for width in PACKED_WIDTHS if width >= second)
             size = packed_bucket(size + 1)
-    elif kind == "padded" and others[0] == second >= LEAST_VARYING_WIDTH:
+        return
+    yield shape
+    if kind == "padded" and others[0] == second >= LEAST_VARYING_WIDTH:
         yield from (
             (kind, first, width, width, *others[1:]) for width in widths if second < width <= free_tokens / first
         )

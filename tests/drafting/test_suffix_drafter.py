@@ -20,6 +20,7 @@ from hf_dsde.costs import BatchCosts, CostCurve
 from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting import DraftCall, Drafter, RoundPlan
+from hf_dsde.drafting.lookup import text_drafter
 from hf_dsde.drafting.lookup.continuation import Continuation
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -268,3 +269,30 @@ def test_without_a_cap_the_policy_alone_decides() -> None:
     assert drafter.allot([3], [8], None) == [3]
     begun(drafter, [COPY])
     assert drafter.requires == {hf_dsde.policies.Signal.COSTS}
+
+
+def test_looks_that_find_nothing_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = hf_dsde.SuffixDrafter(share_answers=False)
+    sequences = begun(drafter, [COPY])
+    looks: list[int] = []
+    clock = [0.0]
+    original = drafter.propose
+
+    def propose(sequences: SequenceBatch, most: Sequence[int]) -> list[Continuation]:
+        looks.append(len(looks))
+        clock[0] += 0.1
+        return original(sequences, most)
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    monkeypatch.setattr(text_drafter.time, "perf_counter", lambda: clock[0])
+    dear, cheap = (BatchCosts(None, CostCurve.line(1.0, column)) for column in (1.0, 0.0))
+    drafted = [drafter.allot([8], [8], dear)[0] for _ in range(18)]
+    assert not any(drafted)
+    assert len(looks) == 3, "a look of 0.1 steps is followed by 5 rounds without"
+    for _ in range(6):
+        drafted = drafter.allot([8], [8], cheap)
+    assert drafted == [4]
+    drafter.get_candidates(sequences, RoundPlan(torch.tensor([4]), [4], torch.ones(1).bool(), [True]), None)  # type: ignore[arg-type]
+    looks.clear()
+    assert [drafter.allot([8], [8], cheap) for _ in range(3)] == [[4]] * 3
+    assert len(looks) == 3, "who finds something looks again"

@@ -5,8 +5,9 @@ Nothing here waits for a device: proposals come out of the host's copies of the 
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
@@ -39,6 +40,8 @@ FIRST_PROMISE = 16.0
 """Tokens that scores are thought to have promised before anything was verified, half of which stood."""
 LONGEST_PROMISE = 1000.0
 """Promised tokens that are remembered: what is older counts ever less."""
+LOOKING_SHARE = 0.02
+"""Share of the time that looks may take which found nothing worth drafting."""
 
 
 class TextDrafter(Drafter, Generic[Text]):
@@ -77,6 +80,7 @@ class TextDrafter(Drafter, Generic[Text]):
         self._texts: list[Text | None] = [None] * call.sequences.rows
         self._allotted: Sequence[Continuation] | None = None  # what the next round may propose, if that is known
         self._scores: list[float] = []  # of the proposals that are being verified
+        self._pause = 0  # rounds in which nobody looks
 
     @abstractmethod
     def new_text(self) -> Text:
@@ -135,23 +139,48 @@ class TextDrafter(Drafter, Generic[Text]):
             return proposal
         return replace(proposal, tokens=proposal.tokens[: offer.tokens], score=offer.gain / self.trust)
 
+    def look(self, most: Sequence[int], costs: BatchCosts, worth: Callable[[list[Continuation]], bool]) -> bool:
+        """Find proposals, unless the last look found nothing worth its time; return whether there is something.
+
+        In large batches a look at all texts takes as long as a good part of a pass. After one that found nothing, as
+        many rounds pass without as keep such looks within `LOOKING_SHARE` of the time.
+
+        Args:
+            most: As for `propose`.
+            costs: Of the batch.
+            worth: Is shown the proposals, and says whether any of them is taken.
+        """
+        if self._pause:
+            self._pause -= 1
+            return False
+        begun = time.perf_counter()
+        found = worth(self.propose(self.call.sequences, most))
+        if not found:
+            plain = costs.round_seconds(0)
+            self._pause = int((time.perf_counter() - begun) / (LOOKING_SHARE * plain))
+        return found
+
     def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:
         """Draft within what the policy wants, where that brings more than it takes; return how much."""
         if Signal.COSTS not in self.requires:
             return wanted
         assert costs is not None
+        prices = costs
         going_on = [row for row, n in enumerate(most) if n]
-        proposals = self.propose(self.call.sequences, wanted)
-        offers = self.offers([proposals[row] for row in going_on], costs)
         drafts = [NOTHING] * len(wanted)
-        if any(offer.tokens for offer in offers):
 
-            def seconds(columns: float) -> float:
-                return costs.draft_seconds(int(columns > 1)) + costs.verify.at(columns) + costs.overhead
+        def seconds(columns: float) -> float:
+            return prices.draft_seconds(int(columns > 1)) + prices.verify.at(columns) + prices.overhead
 
+        def take(proposals: list[Continuation]) -> bool:
+            offers = self.offers([proposals[row] for row in going_on], prices)
             _, taken = with_texts([Offer()] * len(going_on), offers, seconds)
             for place in taken:
                 drafts[going_on[place]] = self.cut(proposals[going_on[place]], offers[place])
+            return bool(taken)
+
+        if going_on:
+            self.look(wanted, prices, take)
         self._allotted = drafts
         return [len(draft.tokens) for draft in drafts]
 
