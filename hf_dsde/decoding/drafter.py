@@ -20,6 +20,7 @@ from hf_dsde.decoding.sampling import ScoreProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.execution.encoder_states import EncoderStates
 from hf_dsde.execution.spans import Span
 from hf_dsde.policies import Signal
 
@@ -36,6 +37,7 @@ class DraftCall:
         capacity: Tokens per row that a cache had better have room for from the start.
         cache_limit: Tokens per row up to which a cache may grow ahead of need; None for no limit.
         config: How passes are run.
+        encoded: What rows bring along for a draft that reads an encoder's states; None for other drafts.
     """
 
     sequences: SequenceBatch
@@ -45,6 +47,7 @@ class DraftCall:
     capacity: int
     cache_limit: int | None
     config: SpeculationConfig
+    encoded: EncoderStates | None = None
 
 
 @dataclass(frozen=True)

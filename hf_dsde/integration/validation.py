@@ -15,7 +15,7 @@ from hf_dsde import compat
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.state import refuse_known
 from hf_dsde.execution import attention, wrappers
-from hf_dsde.integration import drafters, vocabularies
+from hf_dsde.integration import drafters, encoders, vocabularies
 from hf_dsde.integration.heads import check_head, is_head
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -176,13 +176,19 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel | None, packed_
         packed_attention: Whether packed attention may stand in for what the models are set to.
 
     Raises:
-        ValueError: For encoder-decoders, models with recurrent or otherwise unknown layers, ALiBi, attention
+        ValueError: For encoder-decoders that are not known, pairs whose encoders do not fit, models with recurrent or otherwise unknown layers, ALiBi, attention
             implementations that take no mask, models whose inputs somebody else's method makes, training with
             gradient checkpointing where that drops the cache, and heads of another target.
     """
     _check_model("model", target, packed_attention)
+    reason = encoders.why_not_target(target)
+    if reason is not None:
+        _refuse(f"model ({type(target).__name__})", reason)
     if draft is not None:
         _check_model("assistant_model", draft, packed_attention)
+        reason = encoders.why_not_together(target, draft)
+        if reason is not None:
+            _refuse(f"assistant_model ({type(draft).__name__})", f"{reason}. {PLAIN}")
         if is_head(draft):
             check_head(target, draft)
 
@@ -190,8 +196,9 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel | None, packed_
 def _check_model(argument: str, model: PreTrainedModel, packed_attention: bool) -> None:
     name = f"{argument} ({type(model).__name__})"
     config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        _refuse(name, "encoder-decoder models have relative positions or a second cache. " + PLAIN)
+    reason = encoders.why_not_alone(model)
+    if reason is not None:
+        _refuse(name, reason + ". " + PLAIN)
     if getattr(model, "_is_stateful", False):
         _refuse(name, "its recurrent state cannot forget a rejected draft token. " + PLAIN)
     unknown = sorted(set(compat.layer_types(config)) - set(SUPPORTED_LAYER_TYPES))
@@ -219,7 +226,7 @@ def _check_passes(name: str, model: PreTrainedModel) -> None:
         _refuse(
             name, f"its forward takes none of {compat.CACHE_ARGUMENTS}, and drafts need a key-value cache. " + PLAIN
         )
-    if "position_ids" not in parameters:
+    if "position_ids" not in parameters and not compat.reads_encoder(model):
         _refuse(name, "its forward takes no position_ids, and rows of a batch are at different positions. " + PLAIN)
     if model.config.model_type in MASK_TOKEN_MODEL_TYPES:
         _refuse(name, "it is fed a mask token after the text at every step. " + PLAIN)
@@ -326,7 +333,8 @@ def check_call(
     for processor in processors:
         refuse_known(processor)
     given = {name for name, v in model_kwargs.items() if v is not None and not _is_empty_mapping(v)}
-    others = sorted(given - UNDERSTOOD_KWARGS)
+    understood = UNDERSTOOD_KWARGS | (encoders.UNDERSTOOD_KWARGS if model.config.is_encoder_decoder else set())
+    others = sorted(given - understood)
     if others:
         _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
     _check_positions(input_ids, model_kwargs)
