@@ -62,10 +62,15 @@ def create_runner(
 
     Raises:
         ValueError: If recording was asked for by name and the model is not on a CUDA device, or if the model lacks one
-            of the layers.
+            of the layers, or reads an encoder's states, and then none of its own are handed out.
     """
     eager: Callable[[], ModelRunner] = partial(EagerRunner, model, rows, capacity, options, hidden_layers=hidden_layers)
     if encoded is not None:
+        if hidden_layers:
+            msg = (
+                f"hidden_layers: {hidden_layers} were asked for, but {type(model).__name__} reads an encoder's states."
+            )
+            raise ValueError(msg)
         eager = partial(CrossRunner, model, rows, capacity, options, encoded)
     wanted = runner or ("graph" if can_record(model.device) else "eager")
     if wanted == "eager":

@@ -20,12 +20,12 @@ from hf_dsde import compat
 
 TOLD = {"whisper": r""}
 """Families whose forward pass takes the positions of a decoder's tokens."""
-LOOKED_UP = {
-    family: r"model\.decoder\.embed_positions"
-    for family in ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
-}
+LOOKED_UP = dict.fromkeys(
+    ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
+    r"model\.decoder\.embed_positions",
+)
 """Families that look positions up in a table, and the module that does so."""
-RELATIVE = {family: r"decoder\.block\.\d+\.layer\.0\.SelfAttention" for family in ("t5", "mt5", "umt5")}
+RELATIVE = dict.fromkeys(("t5", "mt5", "umt5"), r"decoder\.block\.\d+\.layer\.0\.SelfAttention")
 """Families that add a bias to attention scores, by the distance of two tokens, and the modules that have one."""
 FAMILIES = {**TOLD, **LOOKED_UP, **RELATIVE}
 

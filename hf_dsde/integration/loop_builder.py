@@ -55,7 +55,9 @@ def build_loop(
         **parts: The loop's other arguments.
     """
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
-    drafter.start(DraftCall(sequences, vocabulary_size, process, do_sample, capacity, cache_limit, config, draft_encoded))
+    drafter.start(
+        DraftCall(sequences, vocabulary_size, process, do_sample, capacity, cache_limit, config, draft_encoded)
+    )
     target = create_runner(
         model,
         sequences.rows,
