@@ -71,7 +71,9 @@ def tiny_encoder_decoder(family: str, *, seed: int = 0, **changes: Any) -> PreTr
             if weight.dim() == 1:
                 weight.data += 0.1 * torch.randn_like(weight)
             elif weight.requires_grad:
-                weight.data = (1.0 if "relative" in name or "embed_positions" in name else 0.25) * torch.randn_like(weight)
+                weight.data = (1.0 if "relative" in name or "embed_positions" in name else 0.25) * torch.randn_like(
+                    weight
+                )
     model.generation_config.eos_token_id = None
     if family == "whisper":
         _speak(model)
