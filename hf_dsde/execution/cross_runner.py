@@ -87,7 +87,7 @@ class CrossRunner(ModelRunner):
             arguments["attention_mask"] = encoded.mask
         if self._keeps_last:
             arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
-        states = BaseModelOutput(last_hidden_state=encoded.hidden)  # type: ignore[arg-type] # any float tensor
+        states = BaseModelOutput(last_hidden_state=encoded.hidden)
         with self._autocast.held():
             output = self._ragged.model(encoder_outputs=states, use_cache=True, return_dict=True, **arguments)
         return PassOutput(output.logits)

@@ -29,7 +29,11 @@ from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.integration import encoders, validation
 from hf_dsde.integration.drafters import Assistant, drafter_for, model_of
 from hf_dsde.integration.loop_builder import build_loop
-from hf_dsde.integration.outputs import SpeculativeEncoderDecoderOutput, SpeculativeGenerateOutput
+from hf_dsde.integration.outputs import (
+    SpeculativeEncoderDecoderOutput,
+    SpeculativeGenerateOutput,
+    SpeculativeOutput,
+)
 from hf_dsde.lossy_acceptance import described, warn_once
 from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.measurement.statistics import StatisticsRecorder
@@ -122,7 +126,7 @@ def generate_speculatively(
     synced_gpus: bool = False,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
-) -> SpeculativeGenerateOutput | SpeculativeEncoderDecoderOutput | Tensor:
+) -> SpeculativeOutput | Tensor:
     """Run the loop on what `generate` has prepared. Arguments are those of transformers' decoding methods.
 
     `inputs_tensor` is what an encoder reads.

@@ -30,7 +30,7 @@ from hf_dsde.execution.wrappers import innermost
 from hf_dsde.integration import validation
 from hf_dsde.integration.drafters import Assistant
 from hf_dsde.integration.generation import Speculation, generate_speculatively
-from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+from hf_dsde.integration.outputs import SpeculativeOutput
 from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.policies import StoppingPolicy
 
@@ -97,7 +97,7 @@ def _assisted_decoding(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     **kwargs: Any,
-) -> SpeculativeGenerateOutput | Tensor:
+) -> SpeculativeOutput | Tensor:
     speculation = getattr(generation_config, _SPECULATION, None)
     if speculation is None:
         return parent(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
@@ -206,7 +206,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 def generate_unenabled(
     model: PreTrainedModel, *inputs: Tensor, **arguments: Any
-) -> SpeculativeGenerateOutput | GenerateOutput | Tensor:
+) -> SpeculativeOutput | GenerateOutput | Tensor:
     """Call `generate` as if the model were enabled, and leave the model as it is, also while the call runs.
 
     Args:
@@ -278,7 +278,7 @@ def generate(
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     inputs_tensor: Tensor | None = None,
     **kwargs: Any,
-) -> SpeculativeGenerateOutput | Tensor:
+) -> SpeculativeOutput | Tensor:
     """A decoding method for `model.generate(custom_generate=...)`, for models that must not be enabled.
 
     `generate` hands a custom method neither the assistant nor the streamer, so the assistant has to be bound:

@@ -47,3 +47,7 @@ class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
         """Return the output itself, with statistics."""
         vars(self)["_statistics"] = statistics
         return self
+
+
+SpeculativeOutput = SpeculativeGenerateOutput | SpeculativeEncoderDecoderOutput
+"""What a speculative call returns where plain `generate` returns an output and not only tokens."""

@@ -66,6 +66,8 @@ def runner_of(model: PreTrainedModel, encoded: EncoderStates, **options: Any) ->
 def test_ragged_rows_get_the_logits_that_each_gets_alone(family: str) -> None:
     """Texts are stored in passes over some of the rows; then each row is fed its last tokens."""
     model = tiny_encoder_decoder(family)
+    if family == "umt5":  # whose own pass over several tokens lets them see later ones otherwise, up to some version
+        model.set_attn_implementation("eager")
     inputs = inputs_of(family, INPUTS)
     runner = runner_of(model, states_of(model, inputs), prefill_chunk=4)
     spans = [Span(row, 0, max(length - 2, 0)) for row, length in enumerate(LENGTHS)]

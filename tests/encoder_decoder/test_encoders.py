@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_dsde
-from hf_dsde.integration.encoders import draft_states, shares_encoder
 from hf_dsde.execution.encoder_states import EncoderStates
+from hf_dsde.integration.encoders import draft_states, shares_encoder
 
 CALL: dict[str, Any] = {"max_new_tokens": 6, "speculation_policy": "static"}
 

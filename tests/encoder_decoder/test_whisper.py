@@ -1,4 +1,4 @@
-"""Whisper, with a distilled draft, its decoder alone, or texts as drafters: what it transcribes is what it would alone."""
+"""Whisper with a distilled draft, its decoder alone, or texts as drafters: it transcribes what it would alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 from encoder_decoders import (
-    ENGLISH,
-    EOS,
     FIRST_TIMESTAMP,
-    FRAMES,
     PREVIOUS,
     SUPPRESSED_AT_BEGIN,
     decoder_alone,
@@ -206,5 +203,3 @@ def test_short_sounds_in_half_precision_run() -> None:
     features = sounds(2).bfloat16()
     call = {"assistant_model": draft, "speculation_policy": "static", **SHORT}
     assert target.generate(features, **call).shape[0] == 2
-    assert FRAMES == features.shape[-1]
-    assert ENGLISH != EOS
