@@ -95,7 +95,7 @@ def _speak(model: PreTrainedModel) -> None:
 
 @functools.cache
 def pair(family: str, noise: float = 0.05) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return an enabled target and a draft that agrees with it as `noise` says. Calls leave no trace: pairs are shared."""
+    """Return an enabled target and a draft that agrees with it as `noise` says. Calls leave no trace: all share it."""
     target = tiny_encoder_decoder(family)
     return hf_dsde.enable(target), noisy_copy(target, noise)
 
