@@ -42,12 +42,6 @@ class ModelDrafter(ChainDrafter):
             encoded=call.encoded,
         )
 
-    def start(self, call: DraftCall) -> None:
-        """Make a cache for the batch, or take over an earlier call's."""
-        super().start(call)
-        if self._context is not None and call.encoded is not None and call.encoded.offsets is not None:
-            self._context -= call.sequences.prompt_width - min(call.sequences.prompt_lengths)
-
     def prefill(self, rows: Sequence[int]) -> bool:
         """Store what rows hold that have drafted nothing yet, but for their last tokens."""
         stored = self._store_missing([row for row in rows if not self._cached[row]])

@@ -96,6 +96,18 @@ def test_rows_that_stay_keep_what_they_brought_along(family: str) -> None:
 
 
 @torch.no_grad()
+def test_some_rows_catch_up_after_a_pass_over_all() -> None:
+    model = tiny_encoder_decoder("bart")
+    inputs = texts(INPUTS)
+    runner = runner_of(model, states_of(model, inputs))
+    runner.forward(block([0, 1], [6, 1], [0, 0]), max(LENGTHS))
+    runner.store([Span(2, 0, 3), Span(3, 0, 4)], torch.cat([TOKENS[2, :3], TOKENS[3, :4]]))
+    logits = runner.forward(block([2, 3], [1, 1], [3, 4]), max(LENGTHS)).logits
+    for row in (2, 3):
+        torch.testing.assert_close(logits[row, 0], expected(model, inputs, row)[-1], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_states_are_read_once() -> None:
     """Keys and values of cross-attention are made in the first pass over all rows, and stay."""
     model = tiny_encoder_decoder("bart")

@@ -88,6 +88,9 @@ def test_states_of_a_drafts_own_encoder() -> None:
     expected = draft.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(states.hidden, expected)
     assert states.mask is mask
+    twice = EncoderStates(torch.zeros(6, 5, 32, dtype=torch.float64), mask.repeat_interleave(2, dim=0))
+    again = draft_states(target, draft, twice, ids)
+    torch.testing.assert_close(again.hidden, expected.repeat_interleave(2, dim=0))
     assert draft_states(target, None, given, ids) is None
     assert draft_states(target, draft, None, ids) is None
     alone = decoder_alone(tiny_encoder_decoder("whisper"))

@@ -63,6 +63,12 @@ def test_decoder_prompts_of_different_lengths(family: str) -> None:
     compare(target, draft, **inputs_of(family, LENGTHS), **decoder_prompts(target, [1, 5, 3, 7]), **LIVELY)
 
 
+def test_a_draft_with_fewer_positions_than_the_text_has() -> None:
+    target = pair("bart")[0]
+    draft = tiny_encoder_decoder("bart", max_position_embeddings=10)
+    compare(target, draft, **texts([4, 6]), **decoder_prompts(target, [1, 5]), **LIVELY)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_both_implementations_of_attention(family: str, attention: str) -> None:

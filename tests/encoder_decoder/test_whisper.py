@@ -44,6 +44,9 @@ class Rounds(hf_dsde.RoundListener):
     def on_round(self, record: RoundRecord) -> None:
         self.heard.append(record)
 
+    def __deepcopy__(self, _: Any) -> Rounds:
+        raise AssertionError("a listener was copied, and would hear nothing")
+
     @property
     def accepted(self) -> int:
         return sum(sum(record.accepted) for record in self.heard)
