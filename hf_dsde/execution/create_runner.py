@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.execution.cross_runner import CrossRunner
+from hf_dsde.execution.cross_runner import CrossRunner, RecordedCrossRunner, why_states_not_recorded
 from hf_dsde.execution.cuda_graphs import Capture, CudaCapture
 from hf_dsde.execution.encoder_states import EncoderStates
 from hf_dsde.execution.fused_families import why_not_fused
@@ -58,7 +58,7 @@ def create_runner(
         runner: `eager` or `graph`. None takes `graph` on a CUDA device and `eager` elsewhere.
         recorded_widths: Block widths that are recorded, ascending; None for the runner's own, which are fine.
         hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
-        encoded: The states that the model reads; None for models that read none. Such passes are not recorded.
+        encoded: The states that the model reads; None for models that read none.
 
     Raises:
         ValueError: If recording was asked for by name and the model is not on a CUDA device, or if the model lacks one
@@ -82,7 +82,7 @@ def create_runner(
         )
         raise ValueError(msg)
     fused = options.fused_layers and why_not_fused(model) is None
-    reason = why_not_recorded(model) if encoded is None else "passes that read an encoder's states are not recorded"
+    reason = why_not_recorded(model) or (why_states_not_recorded(model) if encoded is not None else None)
     if reason is None:
         key = workspace_key(model, rows, options, fused)
         state = None if key is None else key[1:]
@@ -102,7 +102,8 @@ def create_runner(
         _remember_failure(model, state, reason)
         _warn(model, reason)
 
-    return GraphRunner(
+    kind = GraphRunner if encoded is None else partial(RecordedCrossRunner, encoded=encoded)
+    return kind(
         model,
         rows,
         capacity,

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from hf_dsde.execution.torch_modes import lasting
+
 
 @dataclass(frozen=True)
 class EncoderStates:
@@ -42,13 +44,17 @@ class CrossLayer(CacheLayerMixin):
     """Keys and values that one layer's cross-attention has made of encoder states, `[rows, heads, inputs, head_dim]`.
 
     The model itself makes them, in the first pass over all rows; passes over some rows before that make their own.
+
+    Args:
+        stays: Whether they stay where they are from call to call, since recorded passes read them there.
     """
 
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, stays: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept: tuple[Tensor, Tensor] | None = None
+        self._stays = stays
         self._keeps = False
 
     def aim(self, rows: Tensor | None) -> None:
@@ -58,13 +64,21 @@ class CrossLayer(CacheLayerMixin):
             self.keys, self.values = self.kept if rows is None else self._of_rows(rows)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: what is stored is taken as it is."""
+        """Take over what a pass over all rows has made."""
+        if not self._stays:
+            self.kept = key_states, value_states
+        elif self.kept is None:
+            with lasting():
+                self.kept = key_states.clone(), value_states.clone()
+        else:
+            for kept, made in zip(self.kept, (key_states, value_states), strict=True):
+                kept.copy_(made)
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Keep what a pass over all rows has made; return it."""
         if self._keeps:
-            self.kept = key_states, value_states
-            self.is_initialized = True
+            self.lazy_initialization(key_states, value_states)
         return key_states, value_states
 
     def select_rows(self, rows: Tensor) -> None:
@@ -95,11 +109,17 @@ class CrossCache(Cache):
 
     Args:
         layers: Number of decoder layers.
+        stays: As for a layer.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.cross_layers = [CrossLayer() for _ in range(layers)]
+    def __init__(self, layers: int, *, stays: bool = False) -> None:
+        self.cross_layers = [CrossLayer(stays=stays) for _ in range(layers)]
         super().__init__(layers=list(self.cross_layers))
+
+    def start_anew(self) -> None:
+        """Forget the last call's inputs: the next pass over all rows makes keys and values again, in their place."""
+        for layer in self.cross_layers:
+            layer.is_initialized = False
 
     def aim(self, rows: Tensor | None) -> bool:
         """Direct the next pass.
@@ -112,7 +132,7 @@ class CrossCache(Cache):
         """
         for layer in self.cross_layers:
             layer.aim(rows)
-        return all(layer.kept is not None for layer in self.cross_layers)
+        return all(layer.is_initialized for layer in self.cross_layers)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows in `rows` (int64, `[kept]`), in that order."""
