@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,8 +75,8 @@ def test_long_sounds(recording: list[Any]) -> None:
 def test_states_of_another_length_are_recorded_over_again(recording: list[Any]) -> None:
     model = models()[0]
     tokens = torch.tensor([[9, 8, 7], [4, 5, 6]])
-    for inputs in (FRAMES // 2, FRAMES // 2, 12, FRAMES // 2):
-        hidden = torch.randn(2, inputs, 32, generator=torch.Generator().manual_seed(inputs), dtype=torch.float64)
+    for seed, inputs in enumerate((FRAMES // 2, FRAMES // 2, 12, FRAMES // 2)):
+        hidden = torch.randn(2, inputs, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         runner = create_runner(model, 2, 16, RuntimeOptions(), encoded=EncoderStates(hidden))
         assert isinstance(runner, RecordedCrossRunner)
         states = BaseModelOutput(last_hidden_state=hidden)
@@ -90,7 +89,7 @@ def test_states_of_another_length_are_recorded_over_again(recording: list[Any]) 
 
 
 @pytest.fixture
-def unrecordable(monkeypatch: pytest.MonkeyPatch, recording: list[Any]) -> Iterator[PreTrainedModel]:
+def unrecordable(monkeypatch: pytest.MonkeyPatch, recording: list[Any]) -> PreTrainedModel:
     """A target whose passes wait for the device."""
     target = copy.deepcopy(models()[0])
     decoder = target.model.decoder
@@ -102,7 +101,7 @@ def unrecordable(monkeypatch: pytest.MonkeyPatch, recording: list[Any]) -> Itera
         return output
 
     monkeypatch.setattr(type(decoder), "forward", waiting)
-    yield target
+    return target
 
 
 def test_what_cannot_be_recorded_runs_eagerly(unrecordable: PreTrainedModel) -> None:
