@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.execution.cross_runner import CrossRunner, RecordedCrossRunner, why_states_not_recorded
+from hf_dsde.execution.cross_runner import CrossRunner, RecordedCrossRunner
 from hf_dsde.execution.cuda_graphs import Capture, CudaCapture
 from hf_dsde.execution.encoder_states import EncoderStates
 from hf_dsde.execution.fused_families import why_not_fused
@@ -82,7 +82,7 @@ def create_runner(
         )
         raise ValueError(msg)
     fused = options.fused_layers and why_not_fused(model) is None
-    reason = why_not_recorded(model) or (why_states_not_recorded(model) if encoded is not None else None)
+    reason = why_not_recorded(model)
     if reason is None:
         key = workspace_key(model, rows, options, fused)
         state = None if key is None else key[1:]

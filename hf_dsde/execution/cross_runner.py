@@ -28,18 +28,19 @@ from hf_dsde.execution.ragged_positions import TOLD, RaggedPositions, cross_laye
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.utils.transfers import upload
 
+FEWEST_INPUTS = 64
+"""Inputs that recorded passes have room for at least; above that, powers of two."""
+MOST_PADDING = 4
+"""How many times as many inputs as are needed may be padded to before passes are recorded again."""
+
 
 class CrossPasses(ModelRunner):
     """Calls the model's `forward` for every block, with what the block's rows bring along."""
 
     def _bring(self, encoded: EncoderStates, cross: CrossCache) -> None:
         """Take over what rows bring along, and where keys and values of it are kept."""
-        encoded = encoded.to(self.device, self.model.dtype)
+        self._encoded = encoded
         is_whole = bool(self.model.config.is_encoder_decoder)
-        mask = encoded.mask if is_whole and self.model.config.model_type not in TOLD else None
-        if mask is not None:  # in the form that attention takes, so that no pass has to ask what is in it
-            mask = None if bool(mask.all()) else self._mask(mask.bool()[:, None, None])
-        self._encoded = replace(encoded, mask=mask)
         self._cross = cross
         self._both = EncoderDecoderCache(self.cache, cross)
         self._ragged = RaggedPositions(self.model)
@@ -104,14 +105,18 @@ class CrossRunner(CrossPasses):
     ) -> None:
         super().__init__(model, rows, capacity, options)
         check_cache_fits(model, rows, capacity + encoded.hidden.shape[1])
-        self._bring(encoded, CrossCache(cross_layers(model)))
+        encoded = encoded.to(self.device, model.dtype)
+        mask = encoded.mask if reads_mask(model) else None
+        if mask is not None:  # in the form that attention takes, so that no pass has to ask what is in it
+            mask = None if bool(mask.all()) else self._mask(mask.bool()[:, None, None])
+        self._bring(replace(encoded, mask=mask), CrossCache(cross_layers(model)))
 
 
 class RecordedCrossRunner(CrossPasses, GraphRunner):
     """Replays such passes: keys and values of an encoder's states stay where they are, and all rows stay in.
 
     Args:
-        model: As for `CrossRunner`; `why_states_not_recorded` has nothing against it.
+        model: As for `CrossRunner`.
         rows: As for any runner.
         capacity: As for any runner.
         options: As for any runner.
@@ -133,23 +138,45 @@ class RecordedCrossRunner(CrossPasses, GraphRunner):
     ) -> None:
         super().__init__(model, rows, capacity, options, **recording)
         cross = self.cache.companion
-        if not isinstance(cross, CrossCache) or cross.get_seq_length() != encoded.hidden.shape[1]:
-            check_cache_fits(model, rows, capacity + encoded.hidden.shape[1])
+        kept = cross.get_seq_length() if isinstance(cross, CrossCache) else 0
+        inputs = encoded.hidden.shape[1]
+        if reads_mask(model):
+            inputs = held_inputs(inputs, kept)
+        if not isinstance(cross, CrossCache) or inputs != kept:
+            check_cache_fits(model, rows, capacity + inputs)
             cross = self.cache.companion = CrossCache(cross_layers(model), stays=True)
             self._workspace.passes.clear()
         cross.start_anew()
-        self._bring(encoded, cross)
+        self._bring(self._held(encoded.to(self.device, model.dtype), inputs, cross), cross)
         # Nothing may be replayed before keys and values are those of this call's inputs: a pass without tokens makes
         # them.
         nothing = torch.full((rows, 1), -1, device=self.device)
         self._run(RowBlock(torch.zeros_like(nothing), nothing), 1, 1)
 
+    def _held(self, encoded: EncoderStates, inputs: int, cross: CrossCache) -> EncoderStates:
+        """Return what rows bring along where recorded passes read it, all of it in every call."""
+        if not reads_mask(self.model):
+            return replace(encoded, mask=None)
+        encoded = encoded.padded(inputs)
+        assert encoded.mask is not None
+        offsets = encoded.offsets
+        if offsets is None:
+            offsets = torch.zeros(self.rows, dtype=torch.long, device=self.device)
+        mask = cross.hold("mask", self._mask(encoded.mask.bool()[:, None, None]))
+        return EncoderStates(encoded.hidden, mask, cross.hold("offsets", offsets))
 
-def why_states_not_recorded(model: PreTrainedModel) -> str | None:
-    """Say why passes that read an encoder's states are not recorded; None if they can be.
 
-    Whisper's inputs all have one length. Those of others differ from call to call, and with them every pass would.
+def reads_mask(model: PreTrainedModel) -> bool:
+    """Whether a decoder is told which of an encoder's inputs are padding: all but Whisper's, which has none."""
+    return model.config.model_type not in TOLD
+
+
+def held_inputs(inputs: int, kept: int) -> int:
+    """Return for how many inputs recorded passes are made, where that differs from call to call.
+
+    Args:
+        inputs: Of this call.
+        kept: What was recorded last, 0 for nothing; it serves unless it is too small, or by far too large.
     """
-    if model.config.model_type in TOLD:
-        return None
-    return "its encoder's inputs are of another length in every call, and passes that read them are not recorded"
+    size = max(FEWEST_INPUTS, 1 << (inputs - 1).bit_length())
+    return kept if inputs <= kept <= MOST_PADDING * size else size

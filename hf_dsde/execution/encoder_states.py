@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_dsde.execution.torch_modes import lasting
@@ -33,6 +34,12 @@ class EncoderStates:
         hidden, mask, offsets = (None if part is None else part.index_select(0, rows.to(part.device)) for part in parts)
         assert hidden is not None
         return EncoderStates(hidden, mask, offsets)
+
+    def padded(self, inputs: int) -> EncoderStates:
+        """Return the same with padding after the inputs, up to `inputs` of them, and a mask that hides it."""
+        added = inputs - self.hidden.shape[1]
+        mask = self.hidden.new_ones(self.hidden.shape[:2], dtype=torch.long) if self.mask is None else self.mask
+        return EncoderStates(pad(self.hidden, (0, 0, 0, added)), pad(mask, (0, added)), self.offsets)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> EncoderStates:
         """Return the same on a device, hidden states in a dtype."""
@@ -114,7 +121,15 @@ class CrossCache(Cache):
 
     def __init__(self, layers: int, *, stays: bool = False) -> None:
         self.cross_layers = [CrossLayer(stays=stays) for _ in range(layers)]
+        self._held: dict[str, Tensor] = {}
         super().__init__(layers=list(self.cross_layers))
+
+    def hold(self, name: str, values: Tensor) -> Tensor:
+        """Put something beside keys and values, in the place where it was in an earlier call; return it there."""
+        if name not in self._held:
+            with lasting():
+                self._held[name] = torch.empty_like(values)
+        return self._held[name].copy_(values)
 
     def start_anew(self) -> None:
         """Forget the last call's inputs: the next pass over all rows makes keys and values again, in their place."""

@@ -1,4 +1,4 @@
-"""Encoder-decoders on a GPU: Whisper's passes are recorded, others run eagerly, and texts are exact.
+"""Encoder-decoders on a GPU: passes are recorded, and texts are exact.
 
 Run with `tests/gpu.sh` on a machine with a CUDA device; elsewhere the file is skipped.
 """
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_decoders import decoder_alone, distilled, inputs_of, sounds, tiny_encoder_decoder
+from encoder_decoders import decoder_alone, decoder_prompts, distilled, sounds, texts, tiny_encoder_decoder
 from tiny_calls import config_of
 from tiny_models import noisy_copy
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.execution.create_runner import RunnerWarning, create_runner
+from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.cross_runner import RecordedCrossRunner
 from hf_dsde.execution.encoder_states import EncoderStates
 from hf_dsde.execution.options import RuntimeOptions
@@ -24,8 +24,8 @@ from hf_dsde.execution.row_block import RowBlock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 CUDA = torch.device("cuda", 0)
-CALL: dict[str, Any] = {"max_new_tokens": 14}
-SPOKEN: dict[str, Any] = {"language": "en", **CALL}
+CALL: dict[str, Any] = {"max_new_tokens": 14, "no_repeat_ngram_size": 2}
+SPOKEN: dict[str, Any] = {"language": "en", "max_new_tokens": 14}
 CONFIG = config_of(cost_probe=False, max_draft_length=4)
 
 
@@ -66,17 +66,21 @@ def test_replayed_passes_read_the_states_of_their_own_call() -> None:
         runner.finish()
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_others_run_eagerly_and_are_exact(family: str) -> None:
+@pytest.mark.filterwarnings("error::hf_dsde.execution.create_runner.RunnerWarning")
+@pytest.mark.parametrize("runner", [None, "eager"])
+@pytest.mark.parametrize("family", ["t5-gated", "umt5", "bart", "pegasus"])
+def test_models_that_read_texts_are_recorded_and_exact(family: str, runner: str | None) -> None:
     target = hf_dsde.enable(tiny_encoder_decoder(family).to(CUDA))
-    inputs = {name: values.to(CUDA) for name, values in inputs_of(family, [6, 2, 9, 4]).items()}
-    expected = target.generate(**inputs, **CALL)
-    with pytest.warns(RunnerWarning, match="inputs are of another length in every call"):
+    draft = noisy_copy(target, 0.05)
+    for seed, (lengths, prompts) in enumerate((([6, 2, 9, 4], [1, 4, 2, 2]), ([70, 3, 5, 8], [3, 1, 1, 2]))):
+        inputs = {**texts(lengths, seed=seed), **decoder_prompts(target, prompts, seed=seed)}
+        inputs = {name: values.to(CUDA) for name, values in inputs.items()}
+        expected = target.generate(**inputs, **CALL)
         output = target.generate(
             **inputs,
-            assistant_model=noisy_copy(target, 0.05),
+            assistant_model=draft,
             speculation_policy="dsde",
-            speculation_config=CONFIG,
+            speculation_config=CONFIG.replace(runner=runner),
             **CALL,
         )
-    assert output.tolist() == expected.tolist()
+        assert output.tolist() == expected.tolist()

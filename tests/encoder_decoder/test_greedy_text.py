@@ -161,13 +161,6 @@ def test_models_are_as_they_were_before(family: str) -> None:
         assert all(module._modules[name] is child for name, child in inside.items())
 
 
-@pytest.mark.filterwarnings("ignore::hf_dsde.execution.create_runner.RunnerWarning")
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_where_passes_would_be_recorded_these_run_eagerly(family: str, recording: list[Any]) -> None:
-    compare(*pair(family), **texts(LENGTHS), **LIVELY)
-    assert recording == []
-
-
 def test_the_families_that_are_known_are_all_tested() -> None:
     from hf_dsde.execution.ragged_positions import FAMILIES as KNOWN
 
