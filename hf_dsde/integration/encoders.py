@@ -203,15 +203,21 @@ def shares_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
     heads = [_encoder_config(model).num_attention_heads for model in (target, draft)]
     if heads[0] != heads[1] or repr(ours) != repr(theirs):
         return False
-    pairs = list(zip(_tensors(ours), _tensors(theirs), strict=True))
-    if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in pairs):
+    mine, other = _tensors(ours), _tensors(theirs)
+    pairs = [(mine[name], other[name]) for name in mine if name in other]
+    if len(pairs) < max(len(mine), len(other)) or any(_layout(a) != _layout(b) for a, b in pairs):
         return False
     first, *others = sorted(pairs, key=lambda pair: pair[0].numel())
     return torch.equal(*first) and bool(torch.stack([(a == b).all() for a, b in others]).all())
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What equal tensors have in common; one that is elsewhere until it is needed equals no other."""
+    return tensor.shape, tensor.dtype, object() if tensor.device.type == "meta" else tensor.device
 
 
 def _encoder_config(model: PreTrainedModel) -> Any:
