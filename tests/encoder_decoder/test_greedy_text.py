@@ -86,8 +86,8 @@ def test_batches_of_any_size(family: str, rows: int) -> None:
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_inputs_padded_in_front_or_not_said_to_be_padded(family: str) -> None:
     target, draft = pair(family)
-    compare(target, draft, **texts(LENGTHS, padded_in_front=True), **LIVELY)
-    compare(target, draft, input_ids=texts(LENGTHS)["input_ids"], **LIVELY)
+    compare(target, draft, **texts(LENGTHS[:3], padded_in_front=True), **LIVELY)
+    compare(target, draft, input_ids=texts(LENGTHS[:2])["input_ids"], **LIVELY)
 
 
 @pytest.mark.parametrize("drops", [True, False])
@@ -164,4 +164,4 @@ def test_models_are_as_they_were_before(family: str) -> None:
 def test_the_families_that_are_known_are_all_tested() -> None:
     from hf_dsde.execution.ragged_positions import FAMILIES as KNOWN
 
-    assert {tiny_encoder_decoder(family).config.model_type for family in FAMILIES} == set(KNOWN)
+    assert {pair(family)[0].config.model_type for family in FAMILIES} == set(KNOWN)

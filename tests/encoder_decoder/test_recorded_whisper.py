@@ -44,16 +44,15 @@ def transcribe(draft: Any, features: torch.Tensor, policy: str = "static", **cal
     return output.tolist()
 
 
-@pytest.mark.parametrize("policy", ["static", "dsde"])
-def test_later_calls_replay_what_earlier_ones_recorded_over_other_sounds(policy: str, recording: list[Any]) -> None:
-    _, draft, alone = models()
-    first = transcribe(draft, sounds(3), policy)
+@pytest.mark.parametrize(("kind", "policy"), [(1, "static"), (2, "dsde")])
+def test_later_calls_replay_what_earlier_ones_recorded(kind: int, policy: str, recording: list[Any]) -> None:
+    draft = models()[kind]
+    first = transcribe(draft, sounds(2), policy)
     counts = [capture.recorded for capture in recording]
     assert len(counts) == 2
     assert min(counts) > 0
-    assert transcribe(draft, sounds(3, seed=5), policy) != first
+    assert transcribe(draft, sounds(2, seed=5), policy) != first
     assert [capture.recorded for capture in recording[:2]] == counts  # later segments have fewer rows
-    transcribe(alone, sounds(3, seed=6), policy)
 
 
 def test_rows_end_at_different_times(recording: list[Any]) -> None:
@@ -67,7 +66,7 @@ def test_rows_end_at_different_times(recording: list[Any]) -> None:
 def test_long_sounds(recording: list[Any]) -> None:
     """Segments of one call have different numbers of rows, and each is another call with other sounds."""
     mask = (torch.arange(110) < torch.tensor([[110], [60]])).long()
-    transcribe(models()[1], sounds(2, frames=110), return_timestamps=True, attention_mask=mask)
+    transcribe(models()[1], sounds(2, frames=110), return_timestamps=True, attention_mask=mask, max_new_tokens=6)
     assert recording
 
 
