@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_dsde.heads.loading import load_head
     from hf_dsde.heads.saving import save_head
     from hf_dsde.integration.hooks import disable, enable, generate, install, uninstall
-    from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+    from hf_dsde.integration.outputs import SpeculativeEncoderDecoderOutput, SpeculativeGenerateOutput
     from hf_dsde.kernels.fitting import KernelWarning
     from hf_dsde.lossy_acceptance import Consultant, LossyAcceptance, LossyAcceptanceWarning, TypicalAcceptance
     from hf_dsde.measurement.rounds import RoundListener, RoundRecord
@@ -65,6 +65,7 @@ else:
             "SpeculationConfig": "hf_dsde.config",
             "SpeculationStatistics": "hf_dsde.measurement.statistics",
             "SpeculationWarning": "hf_dsde.measurement.statistics",
+            "SpeculativeEncoderDecoderOutput": "hf_dsde.integration.outputs",
             "SpeculativeGenerateOutput": "hf_dsde.integration.outputs",
             "StaticPolicy": "hf_dsde.policies",
             "StoppingPolicy": "hf_dsde.policies",
@@ -110,6 +111,7 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationStatistics",
     "SpeculationWarning",
+    "SpeculativeEncoderDecoderOutput",
     "SpeculativeGenerateOutput",
     "StaticPolicy",
     "StoppingPolicy",

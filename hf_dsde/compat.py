@@ -5,6 +5,7 @@ Supported: 5.17 to 5.24. Whatever a newer release renames is answered here, so t
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -63,8 +64,12 @@ def chosen_option(generation_config: GenerationConfig | None, name: str) -> Any:
 
 
 def prompt_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-    """Return the mask of the prompts, `[rows, width]`; since 5.24 `generate` drops it when nothing is padded."""
-    mask: Tensor | None = model_kwargs.get("attention_mask")
+    """Return the mask of the prompts, `[rows, width]`; since 5.24 `generate` drops it when nothing is padded.
+
+    Beside an encoder's states, `attention_mask` is the one of its inputs.
+    """
+    beside = "encoder_outputs" in model_kwargs
+    mask: Tensor | None = model_kwargs.get("decoder_attention_mask" if beside else "attention_mask")
     return torch.ones_like(input_ids) if mask is None else mask
 
 
@@ -124,6 +129,26 @@ def supports_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
+def reads_encoder(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder attends to an encoder's states: an encoder-decoder, or Whisper's decoder alone."""
+    return bool(model.config.is_encoder_decoder) or "encoder_outputs" in inspect.signature(model.forward).parameters
+
+
+def decoder_config(model: PreTrainedModel) -> PretrainedConfig:
+    """Return the configuration of the part that writes text, with the number of its own layers and heads."""
+    config = model.config
+    if not reads_encoder(model):
+        return config.get_text_config(decoder=True)
+    if not config.is_encoder_decoder:  # its fields are named as in the model with the encoder all the same
+        config = copy.copy(config)
+        config.is_encoder_decoder = True
+    decoder = config.get_text_config(decoder=True)  # a copy
+    layers = getattr(decoder, "num_decoder_layers", None)
+    if layers is not None:
+        decoder.num_hidden_layers = layers
+    return decoder
+
+
 def context_length(model: PreTrainedModel) -> int | None:
     """Return how many tokens a text may have, its prompt included.
 
@@ -133,8 +158,10 @@ def context_length(model: PreTrainedModel) -> int | None:
     Returns:
         The number of its positions; None when its configuration sets no limit.
     """
-    limit: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return limit
+    config = model.config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "max_target_positions")  # the latter is Whisper's
+    limits: list[int | None] = [getattr(config, name, None) for name in names]
+    return next((limit for limit in limits if limit is not None), None)
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:

@@ -20,6 +20,7 @@ from hf_dsde.decoding.sampling import ScoreProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.execution.encoder_states import EncoderStates
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.spans import Span
 from hf_dsde.policies import Signal
@@ -38,6 +39,7 @@ class DraftCall:
         cache_limit: Tokens per row up to which a cache may grow ahead of need; None for no limit.
         config: How passes are run.
         target: Runs the target, whose passes can end after a layer (`RowBlock.exit_layer`). None where there is none.
+        encoded: What rows bring along for a draft that reads an encoder's states; None for other drafts.
     """
 
     sequences: SequenceBatch
@@ -48,6 +50,7 @@ class DraftCall:
     cache_limit: int | None
     config: SpeculationConfig
     target: ModelRunner | None = None
+    encoded: EncoderStates | None = None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,13 @@ class ModelDrafter(ChainDrafter):
     def _make_runner(self, call: DraftCall) -> ModelRunner:
         options = call.config.options
         return create_runner(
-            self.model, call.sequences.rows, call.capacity, options, call.config.runner, RECORDED_WIDTHS
+            self.model,
+            call.sequences.rows,
+            call.capacity,
+            options,
+            call.config.runner,
+            RECORDED_WIDTHS,
+            encoded=call.encoded,
         )
 
     def _read_text(self, call: DraftCall) -> SequenceBatch | ShownText:

@@ -218,12 +218,14 @@ def reproduces_attention(model: PreTrainedModel) -> bool:
     """Whether packed attention computes what this model's attention computes.
 
     True for models that dispatch through `AttentionInterface` and whose scores are plain scaled dot products: no
-    soft-capping, no attention sinks. A model set to `eager` keeps it, since somebody asked for it.
+    soft-capping, no attention sinks. A model set to `eager` keeps it, since somebody asked for it; so does one whose
+    cross-attention goes the same way, without a mask of that form.
     """
     config = model.config.get_text_config(decoder=True)
     return (
         bool(getattr(type(model), "_supports_attention_backend", False))
         and model.config._attn_implementation != "eager"
+        and not compat.reads_encoder(model)
         and getattr(config, "attn_logit_softcapping", None) is None
         and not any(hasattr(module, "sinks") for module in model.modules())
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -12,8 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
+from hf_dsde.execution.cross_runner import CrossRunner, RecordedCrossRunner
 from hf_dsde.execution.cuda_graphs import Capture, CudaCapture
 from hf_dsde.execution.eager_runner import EagerRunner
+from hf_dsde.execution.encoder_states import EncoderStates
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.fused_head import fused_decoder
 from hf_dsde.execution.graph_runner import GraphRunner
@@ -45,23 +47,32 @@ def create_runner(
     runner: str | None = None,
     recorded_widths: tuple[int, ...] | None = None,
     hidden_layers: tuple[int, ...] = (),
+    encoded: EncoderStates | None = None,
 ) -> ModelRunner:
     """Return a runner for `model`: the one that is named, or else the fastest that works.
 
     Args:
-        model: A decoder-only model in evaluation.
+        model: A decoder-only model in evaluation, or one that reads an encoder's states.
         rows: Number of sequences.
         capacity: Tokens per row the cache holds to begin with.
         options: How passes are run.
         runner: `eager` or `graph`. None takes `graph` on a CUDA device and `eager` elsewhere.
         recorded_widths: Block widths that are recorded, ascending; None for the runner's own, which are fine.
         hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
+        encoded: The states that the model reads; None for models that read none.
 
     Raises:
         ValueError: If recording was asked for by name and the model is not on a CUDA device, or if the model lacks one
-            of the layers.
+            of the layers, or reads an encoder's states, and then none of its own are handed out.
     """
-    eager = partial(EagerRunner, model, rows, capacity, options, hidden_layers=hidden_layers)
+    eager: Callable[[], ModelRunner] = partial(EagerRunner, model, rows, capacity, options, hidden_layers=hidden_layers)
+    if encoded is not None:
+        if hidden_layers:
+            msg = (
+                f"hidden_layers: {hidden_layers} were asked for, but {type(model).__name__} reads an encoder's states."
+            )
+            raise ValueError(msg)
+        eager = partial(CrossRunner, model, rows, capacity, options, encoded)
     wanted = runner or ("graph" if can_record(model.device) else "eager")
     if wanted == "eager":
         return eager()
@@ -92,7 +103,8 @@ def create_runner(
         _remember_failure(model, state, reason)
         _warn(model, reason)
 
-    return GraphRunner(
+    kind = GraphRunner if encoded is None else partial(RecordedCrossRunner, encoded=encoded)
+    return kind(
         model,
         rows,
         capacity,

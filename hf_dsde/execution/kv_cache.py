@@ -123,16 +123,19 @@ class WritePlan:
         capacity: Slots a row can fill. The discard slot lies after them, at index `capacity`.
         rows: Rows of the cache; None until the first block tells, if nobody said.
         view: Slots shown to the next block's queries, at most `capacity`.
+        chosen: Rows that the next block's rows are, `[rows]`, int64; None for all, in order.
     """
 
     def __init__(self, capacity: int, rows: int | None = None) -> None:
         self.capacity = capacity
         self.rows = rows
         self.view = 0
+        self.chosen: Tensor | None = None
         self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def aim(self, slots: Tensor, view: int, rows: Tensor | None) -> None:
         """Set rows and slots of the next block's tokens and the view its queries get, as `RaggedCache.aim` does."""
+        self.chosen = rows
         rows = torch.arange(len(slots), device=slots.device) if rows is None else rows
         self._places = {slots.device: (rows[:, None], slots)}
         self.view = view
@@ -157,12 +160,14 @@ class RaggedCache(Cache):
         limit: Slots per row that growing ahead of need stops at; None for no limit.
         shifts: How far the positions of each row's tokens are ahead of their slots, once images are over which count
             as fewer positions than they have tokens, `[rows, 1]`, int64; None where they never are.
+        companion: Another cache that what is recorded over this one reads, and that is kept with it.
     """
 
     def __init__(self, layers: int, capacity: int, rows: int | None = None) -> None:
         self.plan = WritePlan(capacity, rows)
         self.limit: int | None = None
         self.shifts: Tensor | None = None
+        self.companion: Cache | None = None
         self.ragged_layers = [RaggedLayer(self.plan) for _ in range(layers)]
         super().__init__(layers=list(self.ragged_layers))
 

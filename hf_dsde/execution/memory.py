@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from hf_dsde import compat
+
 
 def cache_bytes(model: PreTrainedModel, rows: int, slots: int) -> int:
     """Return the bytes of a model's keys and values, or of the latent vectors that both are made of.
@@ -14,7 +16,7 @@ def cache_bytes(model: PreTrainedModel, rows: int, slots: int) -> int:
         rows: Number of sequences.
         slots: Tokens per sequence.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = compat.decoder_config(model)
     tokens = config.num_hidden_layers * rows * slots
     if getattr(config, "kv_lora_rank", None):  # DeepSeek's attention
         return int(tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * model.dtype.itemsize)

@@ -96,7 +96,7 @@ class ModelRunner(ABC):
         self._live_index: Tensor | None = None
         self.device = model.device
         self.packed = options.packed_attention and attention.reproduces_attention(model)
-        text_config = model.config.get_text_config(decoder=True)
+        text_config = compat.decoder_config(model)
         self.cache = RaggedCache(text_config.num_hidden_layers, capacity, rows)
         if compat.takes_images(model):
             self.cache.shift_rows(self.device)

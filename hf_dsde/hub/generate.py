@@ -19,7 +19,7 @@ from hf_dsde import pairs
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.integration.drafters import NAMED_DRAFTERS
 from hf_dsde.integration.hooks import generate_unenabled
-from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+from hf_dsde.integration.outputs import SpeculativeOutput
 
 LOADING_ARGUMENTS = (
     "cache_dir",
@@ -38,9 +38,7 @@ _loaded: WeakKeyDictionary[PreTrainedModel, _Drafts] = WeakKeyDictionary()
 """Drafts that were named, by their targets, so that a second call need not load them."""
 
 
-def generate(
-    *inputs: Tensor, model: PreTrainedModel, **arguments: Any
-) -> SpeculativeGenerateOutput | GenerateOutput | Tensor:
+def generate(*inputs: Tensor, model: PreTrainedModel, **arguments: Any) -> SpeculativeOutput | GenerateOutput | Tensor:
     """Generate with drafts, in a call of `model.generate(custom_generate=FOLDER, trust_remote_code=True)`.
 
     Args:

@@ -95,8 +95,8 @@ Those of `generate`, and:
 - `tokenizer` and `assistant_tokenizer`: for stop strings, and for a draft of another tokenizer.
 
 `prompt_lookup_num_tokens` can stand in for `assistant_model`. Sampling, logits processors, stopping criteria, stop
-strings, streamers and `num_return_sequences` work as in plain `generate`. Beams, encoder-decoders, recurrent layers and
-a cache of your own are refused; leave out `custom_generate` for them.
+strings, streamers and `num_return_sequences` work as in plain `generate`. Beams, recurrent layers and a cache of your
+own are refused; leave out `custom_generate` for them.
 
 With `return_dict_in_generate=True` the output has `speculation_statistics`: what was drafted, what was accepted, and
 how long it took. The model is left as it is.

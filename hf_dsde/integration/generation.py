@@ -26,11 +26,15 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.stopping import Stopping, length_limit
 from hf_dsde.decoding.token_feed import TokenFeed
 from hf_dsde.execution.wrappers import may_depend_on_rows
-from hf_dsde.integration import validation
-from hf_dsde.integration.drafters import Assistant, drafter_for
+from hf_dsde.integration import encoders, validation
+from hf_dsde.integration.drafters import Assistant, drafter_for, model_of
 from hf_dsde.integration.images import prompt_inputs
 from hf_dsde.integration.loop_builder import build_loop
-from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+from hf_dsde.integration.outputs import (
+    SpeculativeEncoderDecoderOutput,
+    SpeculativeGenerateOutput,
+    SpeculativeOutput,
+)
 from hf_dsde.lossy_acceptance import described, warn_once
 from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.measurement.statistics import StatisticsRecorder
@@ -46,14 +50,17 @@ class Speculation:
 
     Attributes:
         policy: Decides how much is drafted.
-        config: Everything else.
+        config: Everything else that can be set.
         listeners: Hear of every round.
+        assistant: What drafts, if a `generate` of the model's own must not see it: Whisper's changes the generation
+            configs of both models where there is an assistant, and text then need not be that of plain decoding.
         inputs: What prompts bring along beside their tokens, as it was given; None if nobody knows.
     """
 
     policy: StoppingPolicy
     config: SpeculationConfig
     listeners: tuple[RoundListener, ...] = ()
+    assistant: Assistant = None
     inputs: Mapping[str, Any] | None = None
 
     @classmethod
@@ -62,6 +69,7 @@ class Speculation:
         policy: str | StoppingPolicy | SpeculationConfig | None,
         config: SpeculationConfig | None,
         listeners: Iterable[RoundListener] = (),
+        assistant: Assistant = None,
     ) -> Speculation:
         """Read `speculation_policy`, `speculation_config` and `speculation_listeners`.
 
@@ -69,6 +77,7 @@ class Speculation:
             policy: A policy's name, a policy, or a `SpeculationConfig`. None leaves the choice to `config`.
             config: Every other setting, and the policy when `policy` is None.
             listeners: Hear of every round.
+            assistant: What drafts, unless it comes another way.
 
         Raises:
             TypeError: If any is of another type.
@@ -88,16 +97,16 @@ class Speculation:
                     "speculation_config: a SpeculationConfig was already given as speculation_policy; pass one of them."
                 )
                 raise ValueError(msg)
-            return cls(policy.build_policy(), policy, listeners)
+            return cls(policy.build_policy(), policy, listeners, assistant)
         config = config or SpeculationConfig()
         if policy is None:
-            return cls(config.build_policy(), config, listeners)
+            return cls(config.build_policy(), config, listeners, assistant)
         if isinstance(policy, StoppingPolicy):
-            return cls(config.capped(policy), config, listeners)
+            return cls(config.capped(policy), config, listeners, assistant)
         if isinstance(policy, str):
             if policy == config.policy:
-                return cls(config.build_policy(), config, listeners)
-            return cls(config.replace(policy=policy, policy_arguments={}).build_policy(), config, listeners)
+                return cls(config.build_policy(), config, listeners, assistant)
+            return cls(config.replace(policy=policy, policy_arguments={}).build_policy(), config, listeners, assistant)
         msg = (
             f"speculation_policy: expected a policy's name, a StoppingPolicy or a SpeculationConfig, got "
             f"{type(policy).__name__}."
@@ -118,9 +127,12 @@ def generate_speculatively(
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
-) -> SpeculativeGenerateOutput | Tensor:
+) -> SpeculativeOutput | Tensor:
     """Run the loop on what `generate` has prepared. Arguments are those of transformers' decoding methods.
+
+    `inputs_tensor` is what an encoder reads.
 
     Raises:
         ValueError: For any reason named in `hf_dsde.integration.validation`.
@@ -143,6 +155,7 @@ def generate_speculatively(
         pad_token=_scalar(generation_config._pad_token_tensor),
         inputs=prompt_inputs(model, input_ids, mask, model_kwargs, given),
     )
+    encoded = encoders.target_states(model, sequences, model_kwargs)
     new_tokens = min(sequences.max_new_tokens, RESERVED_NEW_TOKENS)
     capacity = max(sequences.prompt_lengths) + new_tokens + config.max_draft_length
     wants_scores = generation_config.return_dict_in_generate and generation_config.output_scores
@@ -167,6 +180,8 @@ def generate_speculatively(
         recording=recording,
         feed=TokenFeed(streamer, sequences.rows),
         listeners=speculation.listeners,
+        encoded=encoded,
+        draft_encoded=encoders.draft_states(model, model_of(drafter), encoded, inputs_tensor),
     )
     text, lengths = loop.run()
     statistics = recorder.finish(lengths, loop.recording_costs)
@@ -179,7 +194,9 @@ def generate_speculatively(
         "scores": None if recording.scores is None else recording.scores.steps(max(lengths)),
         "logits": None if recording.logits is None else recording.logits.steps(max(lengths)),
     }
-    return SpeculativeGenerateOutput(**fields, speculation_statistics=statistics)
+    if encoded is None:
+        return SpeculativeGenerateOutput(**fields, speculation_statistics=statistics)
+    return SpeculativeEncoderDecoderOutput(**fields).with_statistics(statistics)
 
 
 def _scalar(token: torch.Tensor | None) -> int | None:

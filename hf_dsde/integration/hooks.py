@@ -7,6 +7,7 @@ of the same name. Everything else about the model stays: saving, pickling, copyi
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -30,12 +31,14 @@ from hf_dsde.execution.wrappers import innermost
 from hf_dsde.integration import images, validation
 from hf_dsde.integration.drafters import Assistant
 from hf_dsde.integration.generation import Speculation, generate_speculatively
-from hf_dsde.integration.outputs import SpeculativeGenerateOutput
+from hf_dsde.integration.outputs import SpeculativeOutput
 from hf_dsde.measurement.rounds import RoundListener
 from hf_dsde.policies import StoppingPolicy
 
 _SPECULATION = "_hf_dsde_speculation"
 """Attribute of a call's own copy of the generation config that carries the policy from one override to the next."""
+_MARK = -1
+"""Number of looked up tokens by which a call whose assistant was kept from the model's own `generate` is assisted."""
 
 
 def _prepare_generation_config(
@@ -45,13 +48,25 @@ def _prepare_generation_config(
     config = kwargs.pop("speculation_config", None)
     speculates = policy is not None or config is not None
     listeners = kwargs.pop("speculation_listeners", ()) if speculates else ()  # else transformers refuses them
+    # The `generate` of some models, such as Whisper's, prepares a config of its own, and calls this one's with it.
+    under_way: Speculation | None = getattr(generation_config, _SPECULATION, None)
+    if under_way is not None:  # a policy and its listeners must not be copied
+        generation_config = copy.copy(generation_config)
+        delattr(generation_config, _SPECULATION)
+    assistant = kwargs.pop("assistant_model", None) if speculates else None
     prepared, model_kwargs = parent(model, generation_config, **kwargs)
     validation.check_hidden_policy(prepared)
     if speculates:
         validation.check_options(generation_config, kwargs)
         validation.check_images(model, model_kwargs.get("input_ids"), model_kwargs)
-        speculation = Speculation.of(policy, config, listeners)
-        setattr(prepared, _SPECULATION, replace(speculation, inputs=images.given_inputs(model_kwargs)))
+        under_way = replace(
+            Speculation.of(policy, config, listeners, assistant), inputs=images.given_inputs(model_kwargs)
+        )
+        setattr(prepared, _SPECULATION, under_way)
+    elif under_way is not None:
+        setattr(prepared, _SPECULATION, under_way)
+        if under_way.assistant is not None and prepared.prompt_lookup_num_tokens is None:
+            prepared.prompt_lookup_num_tokens = _MARK
     return prepared, model_kwargs
 
 
@@ -66,6 +81,10 @@ def _validate_generation_mode(
     if speculation is None:
         parent(model, generation_mode, generation_config, generation_mode_kwargs)
         return
+    if speculation.assistant is not None:
+        generation_mode_kwargs["assistant_model"] = speculation.assistant
+        if generation_config.prompt_lookup_num_tokens == _MARK:
+            generation_config.prompt_lookup_num_tokens = None
     validation.check_mode(generation_mode, generation_config, generation_mode_kwargs)
     assistant, *tokenizers = (
         generation_mode_kwargs.get(name) for name in ("assistant_model", "tokenizer", "assistant_tokenizer")
@@ -82,12 +101,11 @@ def _assisted_decoding(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     **kwargs: Any,
-) -> SpeculativeGenerateOutput | Tensor:
+) -> SpeculativeOutput | Tensor:
     speculation = getattr(generation_config, _SPECULATION, None)
     if speculation is None:
         return parent(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
     delattr(generation_config, _SPECULATION)  # a drafter may call `generate` with a copy of this config
-    kwargs.pop("inputs_tensor", None)  # which only the stock decoding method needs
     return generate_speculatively(
         model, input_ids, logits_processor, stopping_criteria, generation_config, speculation, **kwargs
     )
@@ -192,7 +210,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 def generate_unenabled(
     model: PreTrainedModel, *inputs: Tensor, **arguments: Any
-) -> SpeculativeGenerateOutput | GenerateOutput | Tensor:
+) -> SpeculativeOutput | GenerateOutput | Tensor:
     """Call `generate` as if the model were enabled, and leave the model as it is, also while the call runs.
 
     Args:
@@ -262,8 +280,9 @@ def generate(
     speculation_listeners: Iterable[RoundListener] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
     **kwargs: Any,
-) -> SpeculativeGenerateOutput | Tensor:
+) -> SpeculativeOutput | Tensor:
     """A decoding method for `model.generate(custom_generate=...)`, for models that must not be enabled.
 
     `generate` hands a custom method neither the assistant nor the streamer, so the assistant has to be bound:
@@ -288,6 +307,7 @@ def generate(
         speculation_listeners: Hear of every round.
         tokenizer: The target's tokenizer; None to look for it beside the target.
         assistant_tokenizer: The draft's tokenizer, compared with the target's; None to look for it beside the draft.
+        inputs_tensor: What an encoder reads, as `generate` passes it.
         **kwargs: What `generate` prepared for the model's `forward`.
 
     Returns:
@@ -315,5 +335,6 @@ def generate(
         assistant_model=assistant_model,
         tokenizer=tokenizer,
         assistant_tokenizer=assistant_tokenizer,
+        inputs_tensor=inputs_tensor,
         **kwargs,
     )

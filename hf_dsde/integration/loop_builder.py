@@ -14,6 +14,7 @@ from hf_dsde.decoding.sampling import ScoreProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.token_feed import TokenFeed
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.encoder_states import EncoderStates
 
 Loop = TypeVar("Loop", bound=SpeculativeLoop)
 
@@ -31,6 +32,8 @@ def build_loop(
     cache_limit: int | None = None,
     recording: Recording | None = None,
     feed: TokenFeed | None = None,
+    encoded: EncoderStates | None = None,
+    draft_encoded: EncoderStates | None = None,
     **parts: Any,
 ) -> Loop:
     """Return a loop over a batch.
@@ -47,15 +50,25 @@ def build_loop(
         cache_limit: Tokens per row up to which caches grow ahead of need; None for no limit.
         recording: Where scores and logits go; None for nowhere.
         feed: Takes tokens as soon as they are certain; None if nobody does.
+        encoded: What rows bring along for a target that reads an encoder's states; None for other targets.
+        draft_encoded: Likewise for a draft.
         **parts: The loop's other arguments.
     """
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
     target = create_runner(
-        model, sequences.rows, capacity, config.options, config.runner, hidden_layers=drafter.hidden_layers
+        model,
+        sequences.rows,
+        capacity,
+        config.options,
+        config.runner,
+        hidden_layers=drafter.hidden_layers,
+        encoded=encoded,
     )
     target.cache.limit = cache_limit
     target.keeps_stored_states = drafter.reads_prompt_states
-    drafter.start(DraftCall(sequences, vocabulary_size, process, do_sample, capacity, cache_limit, config, target))
+    drafter.start(
+        DraftCall(sequences, vocabulary_size, process, do_sample, capacity, cache_limit, config, target, draft_encoded)
+    )
     return kind(
         target=target,
         drafter=drafter,

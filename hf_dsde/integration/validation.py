@@ -14,8 +14,10 @@ from hf_dsde import compat
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.state import refuse_known
 from hf_dsde.execution import attention, wrappers
-from hf_dsde.integration import drafters, images, vocabularies
+from hf_dsde.integration import drafters, encoders, images, vocabularies
 from hf_dsde.integration.heads import check_head, is_head
+from hf_dsde.integration.refusal import PLAIN
+from hf_dsde.integration.refusal import refuse as _refuse
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
@@ -34,8 +36,6 @@ REPLACED_OPTIONS = {
     "assistant_confidence_threshold": "ConfidencePolicy(threshold=...)",
 }
 """Options of stock assisted generation that decide what a policy decides, and the policy that stands for each."""
-
-PLAIN = "Leave out `speculation_policy`, or `custom_generate`, in `model.generate` to decode it the stock way."
 
 
 def check_options(generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
@@ -169,7 +169,8 @@ def check_assistant(
     else:
         draft = wrappers.unwrapped("assistant_model", assistant)
     check_models(target, draft, packed_attention)
-    if draft is not None and not (drafts_alone and tokenizer is not None and assistant_tokenizer is not None):
+    translated = drafts_alone and tokenizer is not None and assistant_tokenizer is not None
+    if draft is not None and (not translated or compat.reads_encoder(draft)):  # who reads an encoder has to understand
         check_tokenizers(target, draft, tokenizer, assistant_tokenizer)
 
 
@@ -182,13 +183,16 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel | None, packed_
         packed_attention: Whether packed attention may stand in for what the models are set to.
 
     Raises:
-        ValueError: For encoder-decoders, models with recurrent or otherwise unknown layers, ALiBi, attention
-            implementations that take no mask, models whose inputs somebody else's method makes, training with
-            gradient checkpointing where that drops the cache, and heads of another target.
+        ValueError: For encoder-decoders that are not known and pairs whose encoders do not fit, models with recurrent
+            or otherwise unknown layers, ALiBi, attention implementations that take no mask, models whose inputs
+            somebody else's method makes, training with gradient checkpointing where that drops the cache, and heads of
+            another target.
     """
     _check_model("model", target, packed_attention)
+    encoders.check_target(target)
     if draft is not None:
         _check_model("assistant_model", draft, packed_attention)
+        encoders.check_pair(target, draft)
         if is_head(draft):
             check_head(target, draft)
 
@@ -196,8 +200,7 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel | None, packed_
 def _check_model(argument: str, model: PreTrainedModel, packed_attention: bool) -> None:
     name = f"{argument} ({type(model).__name__})"
     config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        _refuse(name, "encoder-decoder models have relative positions or a second cache. " + PLAIN)
+    encoders.check_model(name, model)
     if getattr(model, "_is_stateful", False):
         _refuse(name, "its recurrent state cannot forget a rejected draft token. " + PLAIN)
     unknown = sorted(set(compat.layer_types(config)) - set(SUPPORTED_LAYER_TYPES))
@@ -225,7 +228,7 @@ def _check_passes(name: str, model: PreTrainedModel) -> None:
         _refuse(
             name, f"its forward takes none of {compat.CACHE_ARGUMENTS}, and drafts need a key-value cache. " + PLAIN
         )
-    if "position_ids" not in parameters:
+    if "position_ids" not in parameters and not compat.reads_encoder(model):
         _refuse(name, "its forward takes no position_ids, and rows of a batch are at different positions. " + PLAIN)
     if model.config.model_type in ONE_MASK_MODEL_TYPES and len(attention.attention_kinds(model)) > 1:
         _refuse(name, "some of its layers slide and some do not, and its forward takes one mask for all. " + PLAIN)
@@ -290,12 +293,14 @@ def check_tokenizers(
             if found is not None
             else "pass another assistant_tokenizer if this one is wrong"
         )
+        others = "for other pairs, pass tokenizer and assistant_tokenizer to `generate`: drafts are translated then, "
+        others += "row by row."
+        if compat.reads_encoder(draft):
+            others = "drafts are translated from the text alone, and this one reads an encoder's states."
         _refuse(
             f"assistant_model ({type(draft).__name__})",
-            f"{len(different)} token ids differ from the target's tokenizer "
-            f"({vocabularies.examples(different)}). Use a draft of the same "
-            f"tokenizer; {wrong}; for other pairs, pass tokenizer and assistant_tokenizer to `generate`: drafts are "
-            "translated then, row by row.",
+            f"{len(different)} token ids differ from the target's tokenizer ({vocabularies.examples(different)}). Use "
+            f"a draft of the same tokenizer; {wrong}; {others}",
         )
 
 
@@ -331,11 +336,12 @@ def check_call(
             "it mixes the draft into the target's distribution, which stays the target's here. Leave it out; a "
             "lossy rule of acceptance is given as SpeculationConfig(acceptance=...).",
         )
+    encoders.check_call(model, generation_config, model_kwargs)
     for processor in processors:
         refuse_known(processor)
     check_images(model, input_ids, model_kwargs)
-    others = sorted(images.given(model_kwargs).keys() - UNDERSTOOD_KWARGS - images.IMAGE_ARGUMENTS)
-    if others:
+    understood = UNDERSTOOD_KWARGS | images.IMAGE_ARGUMENTS | encoders.understood_kwargs(model)
+    if others := sorted(images.given(model_kwargs).keys() - understood):
         _refuse(f"{', '.join(others)}", "only text prompts can be decoded with a draft here. " + PLAIN)
     if not images.counts_positions(input_ids, model_kwargs):
         _refuse("position_ids", "a token's position is its place in the row, not another. Leave the argument out.")
@@ -392,8 +398,3 @@ def _refuse_synced_gpus() -> None:
         "ranks draft different lengths, so they would wait for each other forever (FSDP, ZeRO-3). Keep a whole model "
         "on each GPU. " + PLAIN,
     )
-
-
-def _refuse(what: str, why: str) -> None:
-    msg = f"speculation_policy cannot be used with {what}: {why}"
-    raise ValueError(msg)

@@ -25,7 +25,7 @@ from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.stopping import Stopping
 from hf_dsde.execution.options import RuntimeOptions
-from hf_dsde.integration import validation
+from hf_dsde.integration import encoders, validation
 from hf_dsde.integration.drafters import model_drafter
 from hf_dsde.integration.loop_builder import build_loop
 from hf_dsde.measurement import provenance
@@ -130,6 +130,7 @@ def record_trace(
     )
     check_integer("batch_size", batch_size, 1)
     temperatures = _check_temperatures(temperatures)
+    encoders.check_jobs(pair.target)
     validation.check_models(pair.target, pair.draft, settings.speculation.options.packed_attention)
     writer = TraceWriter(Path(folder), tokens=check_flag("tokens", tokens), mantissa_bits=mantissa_bits)
     batches = list(_batches(pair, prompts, temperatures, batch_size))

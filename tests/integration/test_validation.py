@@ -213,9 +213,9 @@ def made(kind: str, form: str = "ForCausalLM", **fields: Any) -> PreTrainedModel
 
 
 mamba = partial(made, "Mamba", hidden_size=16, num_hidden_layers=1, state_size=4)
-t5 = partial(
-    made, "T5", "ForConditionalGeneration", d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
-    decoder_start_token_id=0,
+led = partial(
+    made, "LED", "ForConditionalGeneration", d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, attention_window=[4], decoder_start_token_id=0,
 )  # fmt: skip
 bloom = partial(made, "Bloom", hidden_size=16, n_layer=1, n_head=2)
 mpt = partial(made, "Mpt", d_model=16, n_layers=1, n_heads=2, max_seq_len=64)
@@ -247,7 +247,7 @@ def unmaskable() -> PreTrainedModel:
 
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], tuple[str, ...]]] = {
     "recurrent": (mamba, ("(MambaForCausalLM)", "recurrent state", "Leave out")),
-    "encoder-decoder": (t5, ("(T5ForConditionalGeneration)", "encoder-decoder", "Leave out")),
+    "encoder-decoder": (led, ("(LEDForConditionalGeneration)", "of encoder-decoders, bart", "'led'", "Leave out")),
     "Bloom": (bloom, ("(BloomForCausalLM) with ALiBi", "Leave out")),
     "MPT": (mpt, ("(MptForCausalLM) with ALiBi",)),
     "Falcon with ALiBi": (falcon, ("(FalconForCausalLM) with ALiBi",)),
