@@ -128,7 +128,8 @@ class GraphRunner(EagerRunner):
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""
-        if self._options.keep_memory and self._recording:
+        if self._options.keep_memory is not False and self._recording:
+            self._workspace.until_training = self._options.keep_memory is None
             workspaces.give_back(self.model, self._workspace)
 
     def stage(self, block: RowBlock, longest: int, keep: int | None = None) -> Callable[[], PassOutput]:

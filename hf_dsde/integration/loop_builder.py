@@ -14,6 +14,8 @@ from hf_dsde.decoding.sampling import ScoreProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.token_feed import TokenFeed
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.workspaces import workspaces
+from hf_dsde.integration.drafters import model_of
 
 Loop = TypeVar("Loop", bound=SpeculativeLoop)
 
@@ -49,6 +51,12 @@ def build_loop(
         feed: Takes tokens as soon as they are certain; None if nobody does.
         **parts: The loop's other arguments.
     """
+    if config.options.keep_memory is None:
+        draft = model_of(drafter)
+        if model.training:  # its training takes the memory next
+            config = config.replace(options=config.options.replace(keep_memory=False))
+        elif draft is not None:
+            workspaces.join(model, draft)
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
     drafter.start(DraftCall(sequences, vocabulary_size, process, do_sample, capacity, cache_limit, config))
     target = create_runner(

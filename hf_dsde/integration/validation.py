@@ -34,7 +34,10 @@ REPLACED_OPTIONS = {
 }
 """Options of stock assisted generation that decide what a policy decides, and the policy that stands for each."""
 
-PLAIN = "Leave out `speculation_policy`, or `custom_generate`, in `model.generate` to decode it the stock way."
+PLAIN = (
+    "Leave out `speculation_policy`, or `custom_generate`, in `model.generate` to decode it the stock way; where "
+    "`enable` was given defaults, pass speculation_policy=None."
+)
 
 
 def check_options(generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
