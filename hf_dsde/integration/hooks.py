@@ -262,7 +262,10 @@ def install() -> None:
     """
     if _originals:
         return
-    methods = {**{(GenerationMixin, name): method for name, method in _OVERRIDES.items()}, (PreTrainedModel, "train"): _train}
+    methods = {
+        **{(GenerationMixin, name): method for name, method in _OVERRIDES.items()},
+        (PreTrainedModel, "train"): _train,
+    }
     for (owner, name), method in methods.items():
         _originals[owner, name] = getattr(owner, name)
         setattr(owner, name, _override(_originals[owner, name], method))
