@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_rollouts_are_right_after_every_step_and_recorded_once(
             assert len(recording) == 2, "one for each model, whatever its weights"
             target.train()
             policy_gradient_step(target, optimizer, rollouts)
-    assert all(before != after for before, after in zip(texts, texts[1:], strict=False))
+    assert all(before != after for before, after in pairwise(texts))
 
 
 def test_a_rollout_leaves_no_memory_to_a_training_step_by_default(recording: list[NotingCapture]) -> None:
