@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,74 +18,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
+from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sampling import choose
-from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.sequences import SequenceBatch, Texts
+from hf_dsde.drafting.proposal import Proposal
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.recorded_chain import Chain, best_tokens
+from hf_dsde.execution.recorded_chain import Chain, Proposable, best_tokens
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.wrappers import may_depend_on_rows
-from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep, Signal
+from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep
 from hf_dsde.utils.transfers import upload
 from hf_dsde.utils.tuning import tuning_of
 
 UNKNOWN_TOKEN_LOGIT = -1e4
 """Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
 everything else leaves a distribution, and no NaN."""
-
-
-@dataclass
-class Proposal:
-    """What a round's draft steps bring, one entry per step."""
-
-    tokens: list[Tensor] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    entropy: list[Tensor] = field(default_factory=list)
-    confidence: list[Tensor] = field(default_factory=list)
-    _block: Tensor | None = None
-
-    def add(self, step: DraftStep, probs: Tensor | None, signals_needed: frozenset[Signal]) -> None:
-        """Keep a step's tokens, the law they were drawn from, and the signals that are asked for."""
-        self.tokens.append(step.tokens)
-        if probs is not None:
-            self.probs.append(probs)
-        if signals_needed & LOGIT_SIGNALS:
-            self.logits.append(step.logits)
-        if Signal.ENTROPY in signals_needed:
-            self.entropy.append(step.entropy)
-        if Signal.CONFIDENCE in signals_needed:
-            self.confidence.append(step.confidence)
-
-    def block(self, device: torch.device) -> Tensor:
-        """All steps' tokens, `[rows, steps]`, on `device`; the same tensor again until another step is added."""
-        if self._block is None or self._block.shape[1] != len(self.tokens):
-            self._block = torch.stack(self.tokens, dim=1).to(device)
-        return self._block
-
-    def candidates(self, drafted: Tensor, host_lengths: Sequence[int] | None, device: torch.device) -> CandidateBatch:
-        """Stack the steps and bring them to the sequences' device, once per round."""
-
-        def stacked(steps: Sequence[Tensor]) -> Tensor | None:
-            return torch.stack(list(steps), dim=1).to(device) if steps else None
-
-        probs = stacked(self.probs)
-        return CandidateBatch(
-            tokens=self.block(device),
-            lengths=drafted.to(device),
-            law=Deterministic() if probs is None else Sampled(probs),
-            host_lengths=host_lengths,
-            steps=len(self.tokens),
-            logits=stacked(self.logits),
-            entropy=stacked(self.entropy),
-            confidence=stacked(self.confidence),
-        )
 
 
 class ChainDrafter(Drafter):
@@ -158,10 +111,12 @@ class ChainDrafter(Drafter):
         self._device = self._runner.device
         self._tuning = tuning_of(self._device)
         self._vocabulary_size = call.vocabulary_size
+        self._proposable: Proposable = call.vocabulary_size
         self._last_id = self.model.config.get_text_config(decoder=True).vocab_size - 1
         # The draft samples through the call's processors, as it should resemble the target.
         self._process = call.process if self._device == sequences.device else call.process.on(self._device)
         self._context = compat.context_length(self.model)
+        self._texts: Texts = sequences
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
         self._staged: Callable[[], PassOutput] | None = None
@@ -208,7 +163,7 @@ class ChainDrafter(Drafter):
 
     def room(self) -> Tensor | None:
         """A row can draft until it has filled the draft's context."""
-        return None if self._context is None else (self._context - self.call.sequences.lengths).clamp_min(0)
+        return None if self._context is None else (self._context - self._texts.lengths).clamp_min(0)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out of the draft's passes."""
@@ -226,26 +181,26 @@ class ChainDrafter(Drafter):
         asked = monitor.stops_inside_round or monitor.signals & (DRAFT_SIGNALS - LOGIT_SIGNALS)
         best_ones = not asked and not self.call.do_sample and self._process.changes_nothing
         self._nobody_looks = best_ones and not keeps_logits
-        output = self._catch_up(sequences, plan)
+        output = self._catch_up(plan)
         candidates = self._chained(plan, output, keeps_logits=keeps_logits) if best_ones else None
         return candidates or self._step_by_step(sequences, plan, monitor, output)
 
     def _chained(self, plan: RoundPlan, output: PassOutput, *, keeps_logits: bool) -> CandidateBatch | None:
         """Draft greedily after the first pass; None if the runner needs the host for that."""
         sequences, steps = self.call.sequences, plan.width - 1
-        tokens, logits = best_tokens(self.model, output.logits, self._vocabulary_size), output.logits
+        tokens, logits = self._best(output.logits), output.logits
         if steps:
-            block = self._drafted_block(tokens, sequences.lengths[:, None].to(self._device), output)
-            longest = max(sequences.length_counts) + steps
+            block = self._drafted_block(tokens, self._texts.lengths[:, None].to(self._device), output)
+            longest = max(self._texts.length_counts) + steps
             lengths = plan.lengths.to(self._device)
-            drafted = self._runner.chain(Chain(block, lengths, steps, longest, self._vocabulary_size, keeps_logits))
+            drafted = self._runner.chain(Chain(block, lengths, steps, longest, self._proposable, keeps_logits))
             if drafted is None:
                 return None
             tokens = drafted.tokens
             if drafted.logits is not None:
                 logits = torch.cat([logits, drafted.logits], dim=1)
         return CandidateBatch(
-            tokens.to(sequences.device),
+            self._of_target(tokens).to(sequences.device),
             plan.lengths,
             host_lengths=plan.length_counts,
             steps=plan.width,
@@ -260,7 +215,7 @@ class ChainDrafter(Drafter):
         drafted = torch.zeros_like(lengths)
         drafting = lengths > 0
         proposal = Proposal()
-        ends = sequences.lengths.to(self._device)
+        ends = self._texts.lengths.to(self._device)
         following: Callable[[], PassOutput] | None = None
         for position in range(plan.width):
             if following is not None:
@@ -293,7 +248,7 @@ class ChainDrafter(Drafter):
             drafting: Rows that take part, `[rows]`, bool.
         """
         if self._nobody_looks:  # the best tokens alone need no distributions over the target's vocabulary
-            tokens = best_tokens(self.model, logits, self._vocabulary_size)
+            tokens = self._of_target(self._best(logits))
             return DraftStep(position, tokens, logits, logits, drafting), None
         logits = self._align(logits)
         counts = [int(position < length) for length in plan.length_counts]
@@ -330,9 +285,9 @@ class ChainDrafter(Drafter):
                 self._cached[row] = self._held(length, num_matches[row], drafted[row])
         self._caught_up = []
 
-    def _catch_up(self, sequences: SequenceBatch, plan: RoundPlan) -> PassOutput:
+    def _catch_up(self, plan: RoundPlan) -> PassOutput:
         """Feed what each row misses up to its last token; return what the pass gave of that."""
-        lengths = sequences.length_counts
+        lengths = self._texts.length_counts
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         fits = [
             drafts > 0
@@ -361,8 +316,21 @@ class ChainDrafter(Drafter):
     ) -> Callable[[], PassOutput]:
         """Get a draft step ready that feeds the tokens of the one before."""
         places = (ends + position - 1).masked_fill(~drafting, -1)
-        longest = max(self.call.sequences.length_counts) + position
-        return self._runner.stage(self._drafted_block(tokens[:, None], places[:, None], before), longest, keep=1)
+        longest = max(self._texts.length_counts) + position
+        block = self._drafted_block(self._as_fed(tokens)[:, None], places[:, None], before)
+        return self._runner.stage(block, longest, keep=1)
+
+    def _best(self, logits: Tensor) -> Tensor:
+        """Return the best tokens as the draft is fed them, `[...]`, int64."""
+        return best_tokens(self.model, logits, self._proposable)
+
+    def _as_fed(self, tokens: Tensor) -> Tensor:
+        """Return proposed tokens as the draft is fed them."""
+        return self._clamp_to_vocabulary(tokens)
+
+    def _of_target(self, tokens: Tensor) -> Tensor:
+        """Return tokens that the draft may be fed as the target knows them."""
+        return tokens
 
 
 def _only(block: RowBlock, rows: Tensor) -> RowBlock:

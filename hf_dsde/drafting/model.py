@@ -31,10 +31,11 @@ class ModelDrafter(ChainDrafter):
     """
 
     def _make_runner(self, call: DraftCall) -> ModelRunner:
+        return self._runner_of(call, call.capacity)
+
+    def _runner_of(self, call: DraftCall, capacity: int) -> ModelRunner:
         options = call.config.options
-        return create_runner(
-            self.model, call.sequences.rows, call.capacity, options, call.config.runner, RECORDED_WIDTHS
-        )
+        return create_runner(self.model, call.sequences.rows, capacity, options, call.config.runner, RECORDED_WIDTHS)
 
     def prefill(self, rows: Sequence[int]) -> bool:
         """Store what rows hold that have drafted nothing yet, but for their last tokens."""
@@ -44,11 +45,11 @@ class ModelDrafter(ChainDrafter):
         return stored
 
     def _text_block(self, width: int) -> RowBlock:
-        tokens, positions = self.call.sequences.tail(width)
+        tokens, positions = self._texts.tail(width)
         return RowBlock(self._clamp_to_vocabulary(tokens), positions)
 
     def _drafted_block(self, tokens: Tensor, places: Tensor, before: PassOutput) -> RowBlock:  # noqa: ARG002
-        return RowBlock(self._clamp_to_vocabulary(tokens), places)
+        return RowBlock(tokens, places)
 
     def _held(self, length: int, matches: int, drafted: int) -> int:
         """What was caught up, and the draft tokens that were accepted; the last one was proposed but never fed."""
@@ -62,8 +63,7 @@ class ModelDrafter(ChainDrafter):
         return 2
 
     def _store_missing(self, rows: Sequence[int]) -> bool:
-        sequences = self.call.sequences
-        lengths = sequences.length_counts
+        lengths = self._texts.length_counts
         spans = []
         for row in rows:
             end = lengths[row] - 1
@@ -72,7 +72,7 @@ class ModelDrafter(ChainDrafter):
         spans = [span for span in spans if span.count > 0]
         if not spans:
             return False
-        self._runner.store(spans, self._clamp_to_vocabulary(sequences.tokens_at(spans)))
+        self._runner.store(spans, self._clamp_to_vocabulary(self._texts.tokens_at(spans)))
         for span in spans:
             self._cached[span.row] = span.end
         return True

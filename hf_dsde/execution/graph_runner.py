@@ -24,7 +24,7 @@ from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, Chain, ChainStep, DraftedChain
+from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, Chain, ChainStep, DraftedChain, Proposable
 from hf_dsde.execution.recording_key import Key, is_compiled
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, portions, total_count
@@ -326,7 +326,7 @@ class GraphRunner(EagerRunner):
 
         return RecordedPass(self._workspace.capture(body), buffers, block)
 
-    def _record_chain(self, rows: int, vocabulary: int, reach: int) -> RecordedPass:
+    def _record_chain(self, rows: int, vocabulary: Proposable, reach: int) -> RecordedPass:
         buffers = self._new_buffers(rows, 1)
         step, block = ChainStep(buffers, vocabulary), None
         if self._fused is None:

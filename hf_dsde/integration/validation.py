@@ -289,8 +289,8 @@ def check_tokenizers(
             f"assistant_model ({type(draft).__name__})",
             f"{len(different)} token ids differ from the target's tokenizer "
             f"({vocabularies.examples(different)}). Use a draft of the same "
-            f"tokenizer; {wrong}; for other pairs, pass tokenizer and assistant_tokenizer to `generate`: drafts are "
-            "translated then, row by row.",
+            f"tokenizer; {wrong}; for other pairs, pass tokenizer and assistant_tokenizer: the draft then proposes the "
+            "tokens that both have.",
         )
 
 

@@ -1,0 +1,60 @@
+"""What the draft steps of a round bring, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
+from hf_dsde.policies.base import LOGIT_SIGNALS, DraftStep, Signal
+
+
+@dataclass
+class Proposal:
+    """What a round's draft steps bring, one entry per step."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    confidence: list[Tensor] = field(default_factory=list)
+    _block: Tensor | None = None
+
+    def add(self, step: DraftStep, probs: Tensor | None, signals_needed: frozenset[Signal]) -> None:
+        """Keep a step's tokens, the law they were drawn from, and the signals that are asked for."""
+        self.tokens.append(step.tokens)
+        if probs is not None:
+            self.probs.append(probs)
+        if signals_needed & LOGIT_SIGNALS:
+            self.logits.append(step.logits)
+        if Signal.ENTROPY in signals_needed:
+            self.entropy.append(step.entropy)
+        if Signal.CONFIDENCE in signals_needed:
+            self.confidence.append(step.confidence)
+
+    def block(self, device: torch.device) -> Tensor:
+        """All steps' tokens, `[rows, steps]`, on `device`; the same tensor again until another step is added."""
+        if self._block is None or self._block.shape[1] != len(self.tokens):
+            self._block = torch.stack(self.tokens, dim=1).to(device)
+        return self._block
+
+    def candidates(self, drafted: Tensor, host_lengths: Sequence[int] | None, device: torch.device) -> CandidateBatch:
+        """Stack the steps and bring them to the sequences' device, once per round."""
+
+        def stacked(steps: Sequence[Tensor]) -> Tensor | None:
+            return torch.stack(list(steps), dim=1).to(device) if steps else None
+
+        probs = stacked(self.probs)
+        return CandidateBatch(
+            tokens=self.block(device),
+            lengths=drafted.to(device),
+            law=Deterministic() if probs is None else Sampled(probs),
+            host_lengths=host_lengths,
+            steps=len(self.tokens),
+            logits=stacked(self.logits),
+            entropy=stacked(self.entropy),
+            confidence=stacked(self.confidence),
+        )
