@@ -153,6 +153,8 @@ def drafter_for(
     draft = unwrapped("assistant_model", assistant)
     translation = _translation(target, draft, tokenizer, assistant_tokenizer)
     if translation is not None and translation.share < LEAST_SHARE:
+        assert tokenizer is not None
+        assert assistant_tokenizer is not None
         make = partial(_translating, draft, generation_config, tokenizer, assistant_tokenizer)
         return PerRowDrafter(make, owner=draft)
     return model_drafter(draft, translation)
