@@ -143,6 +143,125 @@ def _new_enabled(model_class: Any) -> Any:
 @functools.cache
 def enabled_class(model_class: Any) -> Any:
     """Return the subclass of `model_class` whose `generate` knows `speculation_policy`."""
+    methods = {name: _override(getattr(model_class, name), method) for name, method in _OF_ENABLED_MODELS.items()}
+    copied = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    attributes = {**methods, **copied, "_hf_dsde_own_class": model_class}
+    return type(model_class.__name__, (_Enabled, model_class), attributes)
+
+
+def enable(model: PreTrainedModel, **defaults: Any) -> PreTrainedModel:
+    """Teach one model's `generate` the arguments `speculation_policy`, `speculation_config`, `speculation_listeners`.
+
+    Arguments that are given here are those of all calls that do not name them: for trainers and pipelines, which call
+    `generate` themselves. A call with `speculation_policy=None` goes the stock way then. `disable` forgets them, and
+    so does a copy.
+
+    Args:
+        model: The target, or a wrapper whose `generate` is that of the model inside it, such as PEFT's or that of
+            `torch.compile`. Enabling it again changes the defaults, if any are given, and nothing else.
+        **defaults: `assistant_model`, and with it any of `speculation_policy` ("auto" unless it or
+            `speculation_config` is given), `speculation_config`, `speculation_listeners`, `tokenizer` and
+            `assistant_tokenizer`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: If the object has no `generate` of transformers, or a default is unknown or of another type.
+        ValueError: If there are defaults and no assistant among them, or for any reason named in
+            `hf_dsde.integration.validation`.
+    """
+    inner = _generating(model)
+    set_defaults(inner, **defaults)
+    if not isinstance(inner, _Enabled):
+        own_class: Any = type(inner)
+        inner.__class__ = enabled_class(own_class)
+    return model
+
+
+def _generating(model: Any) -> Any:
+    """Return the model whose `generate` runs when that of `model` is called."""
+    if isinstance(model, GenerationMixin):
+        return model
+    if not hasattr(model, "generate"):
+        way_out = "pass its `module`." if hasattr(model, "module") else "pass the causal language model itself."
+        raise TypeError(f"model: {type(model).__name__} has no transformers `generate`; {way_out}")
+    return innermost("model", model)
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `enable`, and free what calls keep on the device. Does nothing to a model that was not enabled.
+
+    Raises:
+        TypeError: If the object has no `generate` of transformers, or something else has changed the model's class
+            since, as FSDP's `fully_shard` does.
+    """
+    inner: PreTrainedModel = _generating(model)
+    if isinstance(inner, _Enabled):
+        own_class = _own_class(inner)
+        if type(inner) is not enabled_class(own_class):
+            msg = (
+                f"model: its class {type(inner).__name__} was derived from the enabled one by something else; undo "
+                "that first, or leave the model enabled: calls without `speculation_policy` go the stock way."
+            )
+            raise TypeError(msg)
+        inner.__class__ = own_class
+        forget_defaults(inner)
+        release_memory(inner)
+    return model
+
+
+def generate_unenabled(
+    model: PreTrainedModel, *inputs: Tensor, **arguments: Any
+) -> SpeculativeGenerateOutput | GenerateOutput | Tensor:
+    """Call `generate` as if the model were enabled, and leave the model as it is, also while the call runs.
+
+    Args:
+        model: The target. If something stands in for its `generate`, such as what `from_pretrained` loaded from a
+            `custom_generate` folder, its class's own is called.
+        *inputs: Positional arguments of `generate`.
+        **arguments: Those of `generate`, with `speculation_policy`, `speculation_config`, `speculation_listeners`.
+
+    Returns:
+        What `generate` of an enabled model returns.
+    """
+    model_class: Any = type(model)
+    view = object.__new__(_view_class(model_class))
+    vars(view).update(vars(model), _hf_dsde_model=model)
+    vars(view).pop("generate", None)
+    return view.generate(*inputs, **arguments)
+
+
+@functools.cache
+def _view_class(model_class: Any) -> Any:
+    """Return a class for objects that `generate` prepares a call with; decoded is with the model in their place.
+
+    Memory, recorded passes and measured costs go by the model's identity, so the loop has to see the model itself.
+    """
+    enabled: Any = model_class if issubclass(model_class, _Enabled) else enabled_class(model_class)
+    names = ("_validate_generation_mode", "_assisted_decoding")
+    methods = {name: _with_model(getattr(enabled, name)) for name in names}
+    return type(enabled.__name__, (enabled,), {**methods, "__module__": enabled.__module__, "__doc__": enabled.__doc__})
+
+
+def _with_model(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def on_model(view: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(view._hf_dsde_model, *args, **kwargs)
+
+    return on_model
+
+
+_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+
+
+def install() -> None:
+    """Teach the `generate` of every transformers model, present and future. Installing twice does nothing.
+
+    What drafts for which model is said in each call, or by `enable`.
+    """
+    if _originals:
+        return
     methods: dict[tuple[type, str], Callable[..., Any]] = {(PreTrainedModel, "train"): _train}
     methods |= {(GenerationMixin, name): method for name, method in _OVERRIDES.items()}
     for (owner, name), method in methods.items():
