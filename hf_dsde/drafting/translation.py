@@ -65,8 +65,10 @@ class Translation:
         self, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, size: int, draft_size: int
     ) -> None:
         self._tokenizer, self._draft_tokenizer = tokenizer, draft_tokenizer
-        ours, theirs = spellings(tokenizer, size), spellings(draft_tokenizer, draft_size)
-        self._spelled = {token: spelling for spelling, token in ours.items()} | _duplicates(tokenizer, size)
+        self._spelled, of_draft = spellings(tokenizer, size), spellings(draft_tokenizer, draft_size)
+        # Of several with one spelling, such as a byte and the letter that it is, the one with the highest id counts:
+        # bytes come first where there are any.
+        ours, theirs = ({spelling: token for token, spelling in each.items()} for each in (self._spelled, of_draft))
         self._draft_tokens = theirs
         self._longest = max((len(name) for special, name in theirs if not special), default=0)
         pairs = {theirs[spelling]: token for spelling, token in ours.items() if spelling in theirs}
@@ -142,29 +144,16 @@ class Translation:
         return tuple(pieces)
 
 
-def spellings(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[Spelling, int]:
-    """Return which token stands for what, those with ids below `size`.
-
-    Of several with one spelling, such as a byte and the letter that it is, it is the one with the highest id: bytes
-    come first where there are any.
-    """
-    return {spelling: token for token, spelling in _spelled(tokenizer, size)}
-
-
-def _duplicates(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, Spelling]:
-    """All tokens, also those of which another one has the spelling."""
-    return dict(_spelled(tokenizer, size))
-
-
-def _spelled(tokenizer: PreTrainedTokenizerBase, size: int) -> list[tuple[int, Spelling]]:
+def spellings(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, Spelling]:
+    """Return what the tokens with ids below `size` stand for, by id, ascending."""
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
     kind = _decoder(tokenizer)
-    found = []
+    found: dict[int, Spelling] = {}
     for name, token in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):
         if token < size:
-            plain = token in special or token in added
-            found.append((token, (token in special, name.encode() if plain else _bytes(name, kind))))
+            as_named = token in special or token in added
+            found[token] = token in special, name.encode() if as_named else _bytes(name, kind)
     return found
 
 
