@@ -151,7 +151,7 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return hasattr(module, "_hf_hook") or not all(map(compat.only_records_outputs, hooks))
+    return hasattr(module, "_hf_hook") or not all(map(compat.leaves_arithmetic_alone, hooks))
 
 
 def _failure(model: PreTrainedModel, state: Hashable) -> str | None:

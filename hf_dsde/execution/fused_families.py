@@ -141,7 +141,7 @@ def _attachments(name: str, module: nn.Module) -> Iterator[str]:
     if hasattr(module, "_hf_hook"):
         yield f"{name} has an accelerate hook, which a fused pass would not run"
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    if not all(map(compat.only_records_outputs, hooks)):
+    if not all(map(compat.leaves_arithmetic_alone, hooks)):
         yield f"{name} has a forward hook, which a fused pass would not run"
 
 

@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_dsde import compat
@@ -129,6 +130,8 @@ def _identity(value: Any) -> Any:
     """Compares equal for the very same object, as long as it lives, and does not keep it alive."""
     if isinstance(value, MethodType):
         return _identity(value.__func__), _identity(value.__self__)
+    if isinstance(value, RemovableHandle):  # of a hook, which is looked at itself
+        return RemovableHandle
     try:
         return _Same(value)
     except TypeError:
