@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import re
 import runpy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from recorded import NotingCapture
 from safetensors.torch import load_file
 from tiny_pair import tiny_pair
 
+import hf_dsde
+from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.pairs import Pair
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'hf-dsde[grpo]'")
@@ -49,12 +53,20 @@ def trained(pair: Pair, folder: Path, capsys: pytest.CaptureFixture[str], **opti
 
 
 def test_rollouts_are_the_law_of_the_weights_after_every_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recording: list[NotingCapture]
 ) -> None:
-    """A model that drafts for itself accepts all of its drafts, as long as both sides read the newest weights."""
+    """A model that drafts for itself accepts all of its drafts, as long as both sides read the newest weights.
+
+    What it is recorded with is kept for all steps, whatever the trainer puts around it.
+    """
     pair = tiny_pair()
     before = copy.deepcopy(pair.target.state_dict())
-    assert trained(Pair(pair.target, pair.target, pair.tokenizer), tmp_path, capsys) == [1.0] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hf_dsde.RunnerWarning)
+        assert trained(Pair(pair.target, pair.target, pair.tokenizer), tmp_path, capsys, keep_memory=True) == [1.0] * 3
+    assert len(recording) == 2, "a target's and a draft's"
+    assert all(capture.recorded for capture in recording)
+    assert why_not_fused(pair.target) is None
     after = load_file(tmp_path / "model.safetensors")
     assert any(not torch.equal(weight, before[name]) for name, weight in after.items())
 

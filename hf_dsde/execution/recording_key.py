@@ -24,7 +24,7 @@ from hf_dsde.execution.torch_modes import Autocast
 
 KNOWN_PACKAGES = frozenset({"torch", "transformers", "peft", "hf_dsde"})
 """Their modules compute what weights, attributes and configuration say. Others may ask whatever they like."""
-KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate"}
+KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate", "trl"}
 """Their functions may take the place of a module's `forward`, and call only what they were made with."""
 
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"} | {compat.CAPTURE_MARK}
