@@ -48,6 +48,16 @@ def draft_tokenizer() -> PreTrainedTokenizerFast:
 TOKENIZERS = {"tokenizer": tiny_tokenizer(), "assistant_tokenizer": draft_tokenizer()}
 
 
+NOT_LACKED = {"suppress_tokens": list(LACKED)}
+"""Keeps a text to the tokens that both have."""
+
+
+def only_shared(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The prompts with other tokens in place of those that the draft lacks."""
+    lacked = torch.isin(inputs["input_ids"], inputs["input_ids"].new_tensor(list(LACKED)))
+    return {**inputs, "input_ids": torch.where(lacked, inputs["input_ids"] + len(LACKED), inputs["input_ids"])}
+
+
 def draft_for(target: PreTrainedModel, noise: float = 0.0) -> PreTrainedModel:
     """Return a draft of that tokenizer with the target's layers, and its rows of the tokens that both have."""
     draft = noisy_copy(target, noise)

@@ -7,7 +7,17 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from other_tokenizer import LACKED, SHARED, TOKENIZERS, as_read, best_guesses, draft_for, translated_pair
+from other_tokenizer import (
+    LACKED,
+    NOT_LACKED,
+    SHARED,
+    TOKENIZERS,
+    as_read,
+    best_guesses,
+    draft_for,
+    only_shared,
+    translated_pair,
+)
 from recorded import NotingCapture
 from sampled_law import PROMPT_MASK, PROMPTS, exact_law, pearson, toy_model
 from scipy import stats
@@ -28,14 +38,6 @@ from hf_dsde.drafting.translation import Translation
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
 EIGHT = ragged_batch([1, 5, 3, 7, 2, 4, 6, 8])
-NOT_LACKED = {"suppress_tokens": list(LACKED)}
-"""Keeps a text to the tokens that both have."""
-
-
-def only_shared(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The prompts with other tokens in place of those that the draft lacks."""
-    lacked = torch.isin(inputs["input_ids"], torch.tensor(list(LACKED)))
-    return {**inputs, "input_ids": torch.where(lacked, inputs["input_ids"] + len(LACKED), inputs["input_ids"])}
 
 
 @pytest.mark.parametrize(
