@@ -5,19 +5,15 @@ Run with `tests/gpu.sh` on a machine with a CUDA device; elsewhere the file is s
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from other_tokenizer import NOT_LACKED, TOKENIZERS, draft_for, only_shared
 from tiny_calls import config_of
 from tiny_models import noisy_copy, ragged_batch, random_lengths, tiny_model
 
 import hf_dsde
-
-sys.path.append(str(Path(__file__).parent / "drafting"))
-from other_tokenizer import NOT_LACKED, TOKENIZERS, draft_for, only_shared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 CUDA = torch.device("cuda", 0)

@@ -112,9 +112,11 @@ class TranslatedDrafter(ModelDrafter):
         self._proposable = self._tables.shared
 
     def _make_runner(self, call: DraftCall) -> ModelRunner:
-        """As for any draft, with room for texts of more tokens."""
+        """As for any draft, with room for texts of more tokens, as far as caches may be ahead of need."""
         ours, theirs = sum(call.sequences.length_counts), sum(self._own_texts.length_counts)
-        return self._runner_of(call, call.capacity * max(ours, theirs) // ours)
+        capacity = call.capacity * max(ours, theirs) // ours
+        limit = capacity if call.cache_limit is None else max(call.cache_limit, call.capacity)
+        return self._runner_of(call, min(capacity, limit))
 
     def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:  # noqa: ARG002
         """Take what the policy wants, as far as the draft's context has room for its own text, and there is one."""

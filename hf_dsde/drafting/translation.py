@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Translation:
     """From the tokens of a target to those of a draft and, where both have the same, back.
 
     Args:
-        tokenizer: The target's.
+        tokenizer: The target's. It has to live as long as prompts are translated, and so has the draft's.
         draft_tokenizer: The draft's.
         size: Of the target's vocabulary: ids from there on have no logits.
         draft_size: Of the draft's, likewise.
@@ -64,12 +65,14 @@ class Translation:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, size: int, draft_size: int
     ) -> None:
-        self._tokenizer, self._draft_tokenizer = tokenizer, draft_tokenizer
+        # Translations are kept as long as their tokenizers, and must not be what keeps these.
+        self._tokenizer, self._draft_tokenizer = ref(tokenizer), ref(draft_tokenizer)
         self._spelled, of_draft = spellings(tokenizer, size), spellings(draft_tokenizer, draft_size)
         # Of several with one spelling, such as a byte and the letter that it is, the one with the highest id counts:
         # bytes come first where there are any.
         ours, theirs = ({spelling: token for token, spelling in each.items()} for each in (self._spelled, of_draft))
         self._draft_tokens = theirs
+        self._beginning = _beginning(draft_tokenizer)
         self._longest = max((len(name) for special, name in theirs if not special), default=0)
         pairs = {theirs[spelling]: token for spelling, token in ours.items() if spelling in theirs}
         taken = set(pairs.values())
@@ -118,15 +121,12 @@ class Translation:
         to_target = torch.zeros(self._sizes[1], dtype=torch.long).index_copy_(0, draft, target)
         return Tables(SharedTokens(draft.to(device)), target.to(device), to_draft.to(device), to_target.to(device))
 
-    @cached_property
-    def _beginning(self) -> list[int]:
-        """What the draft's tokenizer puts in front of every text."""
-        first: list[int] = self._draft_tokenizer("")["input_ids"][:1]
-        return [int(token) for token in first if token == self._draft_tokenizer.bos_token_id]
-
     def _encoded(self, tokens: Sequence[int]) -> list[int]:
-        text: Any = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
-        ids: list[int] = self._draft_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokenizer, draft_tokenizer = self._tokenizer(), self._draft_tokenizer()
+        assert tokenizer is not None
+        assert draft_tokenizer is not None
+        text: Any = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+        ids: list[int] = draft_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def _cut(self, token: int) -> tuple[int, ...]:
@@ -142,6 +142,12 @@ class Translation:
                 pieces.append(self._draft_tokens[False, name[start:end]])
             start = end or start + 1
         return tuple(pieces)
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what a tokenizer puts in front of every text."""
+    first: list[int] = tokenizer("")["input_ids"][:1]
+    return [int(token) for token in first if token == tokenizer.bos_token_id]
 
 
 def spellings(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, Spelling]:
