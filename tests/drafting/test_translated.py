@@ -125,6 +125,23 @@ def test_proposals_are_those_of_a_draft_that_reads_the_whole_text_each_time(
     assert compared > 15
 
 
+def test_a_drafted_token_that_the_draft_lacks_is_read_in_pieces_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing else is allowed it is drafted, fed as something else, accepted, and read again as what it is."""
+    proposals = Proposals(monkeypatch)
+    target, draft = translated_pair(0.02)
+    call = {"prefix_allowed_tokens_fn": lambda _, text: SHARED if len(text) % 5 else [LACKED[0]]}
+    inputs = ragged_batch([1, 7, 3, 5], seed=3)
+    output = speculative(target, draft, inputs, hf_dsde.StaticPolicy(3), max_new_tokens=20, **call, **TOKENIZERS)
+    assert (output.sequences[:, 7:] == LACKED[0]).sum() == 4 * 4
+    compared = 0
+    for texts, drafts in proposals.made:
+        for (prompt, generated), tokens in zip(texts, drafts, strict=True):
+            if tokens and (7 + len(generated)) % 5:
+                assert tokens[:1] == best_guesses(draft, as_read(prompt, generated), 1)
+                compared += 1
+    assert compared > 15
+
+
 def toy_tokenizers() -> dict[str, Any]:
     """Five letters for the target, of which the draft has four, two of its own, and another order."""
     from tokenizers import Tokenizer, decoders, models
