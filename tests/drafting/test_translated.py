@@ -142,6 +142,30 @@ def test_a_drafted_token_that_the_draft_lacks_is_read_in_pieces_afterwards(monke
     assert compared > 15
 
 
+def test_nothing_but_shared_tokens_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposals = Proposals(monkeypatch)
+    target, draft = translated_pair(0.02)
+    call = {"do_sample": True, "max_new_tokens": 12, "temperature": 2.0}
+    speculative(target, draft, EIGHT, hf_dsde.StaticPolicy(3), **call, **TOKENIZERS)
+    drawn = [token for _, drafts in proposals.made for tokens in drafts for token in tokens]
+    assert len(drawn) > 100
+    assert set(drawn) <= set(SHARED)
+
+
+def test_a_round_may_add_nothing_that_the_draft_can_read() -> None:
+    """After the first, the cache holds the draft's whole text: its last token is fed again."""
+    target, draft = translated_pair()
+    call: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "prefix_allowed_tokens_fn": lambda _, text: SHARED[3:] if len(text) % 4 < 2 else [EOS],
+    }
+    prompt = {name: part[:, -1:] for name, part in only_shared(ragged_batch([1])).items()}
+    tokenizers = {**TOKENIZERS, "assistant_tokenizer": without_special_tokens()}
+    output = speculative(target, draft, prompt, hf_dsde.StaticPolicy(2), **call, **tokenizers)
+    assert_same_text(output, plain(target, prompt, **call))
+    assert output.speculation_statistics.accepted >= 2
+
+
 def toy_tokenizers() -> dict[str, Any]:
     """Five letters for the target, of which the draft has four, two of its own, and another order."""
     from tokenizers import Tokenizer, decoders, models
