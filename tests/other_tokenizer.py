@@ -95,11 +95,20 @@ def as_read(prompt: list[int], generated: list[int]) -> list[int]:
     return text
 
 
-def best_guesses(draft: PreTrainedModel, text: list[int], count: int) -> list[int]:
-    """What a draft without a cache proposes greedily among the tokens that both have, as the target knows them."""
+def best_guesses(draft: PreTrainedModel, text: list[int], count: int, *, special: bool = True) -> list[int]:
+    """What a draft without a cache proposes greedily among the tokens that both have, as the target knows them.
+
+    Args:
+        draft: The draft.
+        text: In its own ids.
+        count: Tokens to propose.
+        special: Whether special tokens are among them.
+    """
     ours = {token: index for index, token in enumerate(tiny_vocabulary())}
     names = draft_tokens()
-    allowed = torch.tensor([index for index, name in enumerate(names) if name in ours])
+    allowed = torch.tensor(
+        [index for index, name in enumerate(names) if name in ours and (special or name not in SPECIAL.values())]
+    )
     guesses = []
     for _ in range(count):
         with torch.no_grad():
