@@ -4,7 +4,7 @@ Every method generates for the same rows, sampled, from a model in training mode
 takes a step on what it has written. Times are those of the rollouts alone. The first rollout records or compiles, and
 is shown apart.
 
-python benchmarks/rollouts.py --target-shape 1B --batch 8 --batch 32 --output rollouts.json
+python benchmarks/rollouts.py --target-shape deep-1B --batch 8 --batch 32 --output rollouts.json
 python benchmarks/rollouts.py --pair small --device cpu --batch 2 --new-tokens 16 --output rollouts.json
 
 | method | rollouts |
@@ -151,7 +151,7 @@ def load(pair: str | None, target_shape: str, dtype: torch.dtype, device: str) -
 def main(
     output: Annotated[Path, typer.Option(help="JSON file.")],
     pair: Annotated[str | None, typer.Option(help="A pair that `hf-dsde bench` knows, small enough to train.")] = None,
-    target_shape: Annotated[str, typer.Option(help="Without a pair: the packaged one with its head, so large.")] = "1B",
+    target_shape: Annotated[str, typer.Option(help="Without a pair: the packaged one with its head, so large.")] = "deep-1B",
     batch: Annotated[list[int], typer.Option(help="Rows.")] = [8, 32],  # noqa: B006 - typer copies it
     method: Annotated[list[str], typer.Option(help="What is compared.")] = list(METHODS),  # noqa: B006 - likewise
     policy: Annotated[str, typer.Option(help="How many tokens each row drafts.")] = "auto",

@@ -21,7 +21,7 @@ def test_every_method_writes_as_much_and_what_is_kept_is_recorded_once(
     pair = tiny_pair()
     before = pair.target.lm_head.weight.clone()
     main.__globals__["load"] = lambda *_: pair
-    settings = {"pair": None, "target_shape": "1B", "prompts": None, "device": "cpu", "dtype": "float32"}
+    settings = {"pair": None, "target_shape": "deep-1B", "prompts": None, "device": "cpu", "dtype": "float32"}
     output = tmp_path / "rollouts.json"
     main(
         output=output,
