@@ -39,6 +39,8 @@ from hf_dsde.pairs import SHIPPED_HEAD, Pair, encode, load_packaged_pair
 
 console = Console(width=120)
 METHODS = ("generate", "generate_static", "speculation", "speculation_kept")
+DEEP = "deep-1B"
+"""As deep as the packaged target, which shapes must be, and small enough to train."""
 PROMPTS = ("Write a story about a lighthouse.", "Explain how tides come about.", "List reasons to learn to swim.")
 
 
@@ -65,6 +67,7 @@ class TrainingLoop:
         self.pair = pair
         self.inputs = encode(pair.tokenizer, texts).to(pair.target.device)
         self.new_tokens = new_tokens
+        pair.target.requires_grad_(True)
         # Steps that change weights in place, and take no memory of their own.
         self.optimizer = torch.optim.SGD(pair.target.parameters(), lr=1e-6)
 
@@ -151,7 +154,7 @@ def load(pair: str | None, target_shape: str, dtype: torch.dtype, device: str) -
 def main(
     output: Annotated[Path, typer.Option(help="JSON file.")],
     pair: Annotated[str | None, typer.Option(help="A pair that `hf-dsde bench` knows, small enough to train.")] = None,
-    target_shape: Annotated[str, typer.Option(help="Without a pair: the packaged one with its head, so large.")] = "deep-1B",
+    target_shape: Annotated[str, typer.Option(help="Without a pair: the packaged one and its head, so large.")] = DEEP,
     batch: Annotated[list[int], typer.Option(help="Rows.")] = [8, 32],  # noqa: B006 - typer copies it
     method: Annotated[list[str], typer.Option(help="What is compared.")] = list(METHODS),  # noqa: B006 - likewise
     policy: Annotated[str, typer.Option(help="How many tokens each row drafts.")] = "auto",
