@@ -36,8 +36,9 @@ def policy_gradient_step(model: PreTrainedModel, optimizer: torch.optim.Optimize
     optimizer.step()
 
 
-@pytest.mark.parametrize("mode", ["trainer", "checkpointing", "own loop"])
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "own"])
+@pytest.mark.parametrize(
+    ("mode", "fused"), [("trainer", True), ("trainer", False), ("checkpointing", True), ("own loop", False)]
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_rollouts_are_right_after_every_step_and_recorded_once(
     mode: str, fused: bool, recording: list[NotingCapture]
@@ -105,7 +106,7 @@ def drafted_per_row(rounds: list[RoundRecord]) -> float:
     return sum(sum(record.drafted) for record in rounds) / sum(sum(record.active) for record in rounds)
 
 
-@pytest.mark.parametrize("policy", ["auto", "goodput", "dsde"])
+@pytest.mark.parametrize("policy", ["auto", "dsde"])
 def test_a_draft_that_has_become_bad_is_asked_for_less(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_dsde.decoding.loop.live_costs", live_costs)
     torch.manual_seed(0)
@@ -114,7 +115,7 @@ def test_a_draft_that_has_become_bad_is_asked_for_less(policy: str, monkeypatch:
     costs = CostModel.relative(0.15, [1.0 + 0.02 * width for width in range(1, 33)]).to_dict()
     hf_dsde.enable(target)
     inputs = ragged_batch([3, 7, 1, 4])
-    call: dict[str, Any] = {**inputs, "max_new_tokens": 160, "do_sample": False, "eos_token_id": None}
+    call: dict[str, Any] = {**inputs, "max_new_tokens": 120, "do_sample": False, "eos_token_id": None}
     text = target.generate(
         **call,
         assistant_model=draft,
@@ -124,7 +125,7 @@ def test_a_draft_that_has_become_bad_is_asked_for_less(policy: str, monkeypatch:
     )
     assert torch.equal(text, target.generate(**call))
     good, bad = spoiling.events[4:12], spoiling.events[-20:]
-    assert len(spoiling.events) > 60
+    assert len(spoiling.events) > 50
     before, after = drafted_per_row(good), drafted_per_row(bad)
     assert before > 2
     assert after < before / 4
