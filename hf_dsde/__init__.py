@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from hf_dsde.batch.results import RowResult, RowStatistics
     from hf_dsde.config import SpeculationConfig
     from hf_dsde.decoding.streamers import BatchIteratorStreamer, BatchStreamer, BatchTextStreamer
+    from hf_dsde.drafting.early_exit import EarlyExitDrafter
     from hf_dsde.drafting.layer_draft import load_draft
     from hf_dsde.drafting.lookup.prompt_lookup import PromptLookupDrafter
     from hf_dsde.drafting.lookup.sssd import SSSDDrafter
@@ -46,6 +47,7 @@ else:
             "ConfidencePolicy": "hf_dsde.policies",
             "Consultant": "hf_dsde.lossy_acceptance",
             "DSDEStoppingPolicy": "hf_dsde.policies",
+            "EarlyExitDrafter": "hf_dsde.drafting.early_exit",
             "HeuristicPolicy": "hf_dsde.policies",
             "LossyAcceptance": "hf_dsde.lossy_acceptance",
             "LossyAcceptanceWarning": "hf_dsde.lossy_acceptance",
@@ -89,6 +91,7 @@ __all__ = [
     "ConfidencePolicy",
     "Consultant",
     "DSDEStoppingPolicy",
+    "EarlyExitDrafter",
     "HeuristicPolicy",
     "LossyAcceptance",
     "LossyAcceptanceWarning",

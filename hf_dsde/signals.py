@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -176,16 +177,27 @@ def weighted_variance(
     Returns:
         Variances, shape `[rows]`, in the values' unit squared; 0 for a row without values.
     """
-    age = np.arange(values.shape[-1] - 1, -1, -1)
-    weights = np.float32(decay) ** age.astype(np.float32)
-    if counts is not None:
-        counted = age < counts[:, None]
-        weights = np.where(counted, weights, np.float32(0))
-        values = np.where(counted, values, np.float32(0))
+    window = values.shape[-1]
+    weights = _decaying_weights(window, decay)
+    if counts is None:
+        deviations = values - (values @ weights)[:, None]
+        squares: NDArray[np.float32] = (deviations * deviations) @ weights
+        return squares
+    counted = np.arange(window - 1, -1, -1) < counts[:, None]
+    weights = np.where(counted, weights, np.float32(0))
+    values = np.where(counted, values, np.float32(0))
     total = np.maximum(weights.sum(-1, keepdims=True), _TINY)
     mean = (weights * values).sum(-1, keepdims=True) / total
     variance: NDArray[np.float32] = (weights * (values - mean) ** 2).sum(-1) / total[..., 0]
     return variance
+
+
+@lru_cache(64)
+def _decaying_weights(window: int, decay: float) -> NDArray[np.float32]:
+    """The weights `decay^age`, newest last, divided by their sum, shape `[window]`."""
+    weights = np.float64(decay) ** np.arange(window - 1, -1, -1)
+    shares: NDArray[np.float32] = (weights / weights.sum()).astype(np.float32)
+    return shares
 
 
 def weighted_variance_ratio(

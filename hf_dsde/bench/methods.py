@@ -26,7 +26,7 @@ from hf_dsde.bench.results import OURS, without_nan
 from hf_dsde.config import RUNNERS, SpeculationConfig
 from hf_dsde.decoding.cost_measurement import CostMemory, remembering_in
 from hf_dsde.execution.options import RuntimeOptions
-from hf_dsde.integration.drafters import NAMED_DRAFTERS
+from hf_dsde.integration.drafters import EARLY_EXIT, NAMED_DRAFTERS
 from hf_dsde.lossy_acceptance import described
 from hf_dsde.measurement.statistics import SpeculationStatistics
 from hf_dsde.pairs import Pair, end_tokens
@@ -239,7 +239,9 @@ def _drafters_and_runner(text: str, named: Sequence[str]) -> tuple[tuple[str, ..
     """What stands after the @ of a short form, at most one of each; the pair's draft where no drafter is named."""
     drafters = [tuple(name.split("+")) for name in named if set(name.split("+")) <= {PAIRS_DRAFT, *NAMED_DRAFTERS}]
     runners = [name for name in named if name in RUNNERS]
-    both = len(drafters) == 1 and len(drafters[0]) == 2 and PAIRS_DRAFT in drafters[0] and len({*drafters[0]}) == 2
+    # A drafter out of texts, and one that is none.
+    both = len(drafters) == 1 and len(drafters[0]) == 2 and len({*drafters[0]} - {PAIRS_DRAFT, EARLY_EXIT}) == 1
+    both = both and len({*drafters[0]}) == 2
     if (
         len(drafters) + len(runners) < len(named)
         or max(len(drafters), len(runners)) > 1

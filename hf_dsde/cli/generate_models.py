@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dsde import pairs
 from hf_dsde.cli.options import named_pair, usage_errors
-from hf_dsde.integration.drafters import NAMED_DRAFTERS
+from hf_dsde.integration.drafters import EARLY_EXIT, NAMED_DRAFTERS
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -47,17 +47,18 @@ def load_models(
 ) -> Models:
     """What was named, on one device or spread over several; the packaged target and draft when none is named.
 
-    A drafter out of texts is named for any target; one model or head beside it, or alone, drafts for its own target.
+    A drafter out of texts is named for any target, and so are the target's own layers; one model or head, alone or
+    beside texts, drafts for its own target.
     """
-    texts = [draft for draft in drafts or [] if draft in NAMED_DRAFTERS]
-    others = [draft for draft in drafts or [] if draft not in NAMED_DRAFTERS]
+    texts = [draft for draft in drafts or [] if draft in NAMED_DRAFTERS and draft != EARLY_EXIT]
+    others = [draft for draft in drafts or [] if draft not in texts]
     if max(len(texts), len(others)) > 1:
         raise typer.BadParameter(
             f"--draft {' --draft '.join(drafts or [])} names more than one of a kind; two draft together if one is of "
-            f"{', '.join(NAMED_DRAFTERS)} and the other is a folder or Hub id"
+            f"{', '.join(sorted({*NAMED_DRAFTERS} - {EARLY_EXIT}))} and the other is a folder, a Hub id or {EARLY_EXIT}"
         )
     draft = others[0] if others else None
-    alone = bool(texts) and draft is None
+    alone = draft == EARLY_EXIT or (bool(texts) and draft is None)
     if not alone and (model is None) != (draft is None):
         missing, other = ("--model", "--assistant-model") if model is None else ("--assistant-model", "--model")
         raise typer.BadParameter(f"{missing} is missing; {other} needs it, since a draft belongs to its target")
@@ -70,7 +71,8 @@ def load_models(
     with usage_errors((OSError,)):
         if alone:
             target, tokenizer = pairs.load_target(model, dtype, device, device_map)
-            return Models(target, texts[0], tokenizer)
+            named = [*texts, *others]
+            return Models(target, named[0] if len(named) == 1 else [*named], tokenizer)
         if model is None or draft is None or device_map is None:
             pair = named_pair(model, draft, dtype, device)
         else:

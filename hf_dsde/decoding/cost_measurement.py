@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
 from hf_dsde.decoding.drafter import Drafter
-from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
+from hf_dsde.execution.model_runner import ModelRunner
+from hf_dsde.execution.pass_seconds import pass_seconds
 from hf_dsde.measurement.rounds import RoundListener, RoundRecord
 
 MEASURED_WIDTHS = (1, 2, 3, 5, 9, 13)

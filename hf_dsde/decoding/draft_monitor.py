@@ -38,6 +38,7 @@ class DraftMonitor:
     ) -> None:
         self.signals = signals
         self._should_stop = should_stop
+        self._own_rule: Callable[[DraftStep], Tensor] | None = None
         self._device = device
         self._expect = expect
         self._flag = StopFlag()
@@ -52,10 +53,21 @@ class DraftMonitor:
         monitor._expect = lambda tokens, lengths: self._expect(*others(tokens, lengths))
         return monitor
 
+    def stopping(self, rule: Callable[[DraftStep], Tensor]) -> DraftMonitor:
+        """Return this monitor for a drafter with a rule of its own, which stops rows as the policy's does.
+
+        Args:
+            rule: Returns the rows that draft no further after a token, `[rows]`, bool, on the drafter's device. Like a
+                policy's, it may look at what the token was drawn from, and the token is verified.
+        """
+        monitor = copy.copy(self)
+        monitor._own_rule = rule
+        return monitor
+
     @property
     def stops_inside_round(self) -> bool:
         """Whether rows may draft less than the plan lets them."""
-        return self._should_stop is not None
+        return self._should_stop is not None or self._own_rule is not None
 
     def after(self, step: DraftStep, drafting: Tensor) -> Tensor:
         """Return which rows draft on after a token, `[rows]`, bool, on the drafter's device.
@@ -64,6 +76,8 @@ class DraftMonitor:
             step: The token, with what it was chosen from.
             drafting: Rows that may draft on, for all that the plan says, `[rows]`, bool.
         """
+        if self._own_rule is not None:
+            drafting = drafting & ~self._own_rule(step)
         if self._should_stop is None:
             return drafting
         stops = self._should_stop(step.to(self._device))

@@ -20,6 +20,7 @@ from hf_dsde.decoding.sampling import ScoreProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.spans import Span
 from hf_dsde.policies import Signal
 
@@ -36,6 +37,7 @@ class DraftCall:
         capacity: Tokens per row that a cache had better have room for from the start.
         cache_limit: Tokens per row up to which a cache may grow ahead of need; None for no limit.
         config: How passes are run.
+        target: Runs the target, whose passes can end after a layer (`RowBlock.exit_layer`). None where there is none.
     """
 
     sequences: SequenceBatch
@@ -45,6 +47,7 @@ class DraftCall:
     capacity: int
     cache_limit: int | None
     config: SpeculationConfig
+    target: ModelRunner | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ class Drafter(CandidateGenerator, ABC):
     provides: ClassVar[frozenset[Signal]] = frozenset()
     """Signals of its distributions that it puts into its candidates when `monitor.signals` asks for them. Whoever
     provides any asks the monitor after each token as well."""
+
+    reads_prompt_states = True
+    """Whether it wants hidden states of prompts too, in `read_states`, if it names any `hidden_layers`."""
 
     def start(self, call: DraftCall) -> None:
         """Prepare for a call. Whatever an earlier call has left is over."""
@@ -114,7 +120,7 @@ class Drafter(CandidateGenerator, ABC):
         return ()
 
     def read_states(self, spans: Sequence[Span], hidden: tuple[Tensor, ...]) -> None:
-        """Get the target's hidden states of texts that it has read, if any layer was named.
+        """Get the target's hidden states of texts that it has read, if any layer was named and they are wanted.
 
         Args:
             spans: Where the tokens stand: all of a prompt but its last token.

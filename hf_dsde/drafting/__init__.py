@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_dsde.decoding.drafter import DraftCall, Drafter
     from hf_dsde.decoding.plan import RoundPlan
     from hf_dsde.decoding.sequences import SequenceBatch
+    from hf_dsde.drafting.early_exit import EarlyExitDrafter
     from hf_dsde.drafting.lookup.prompt_lookup import PromptLookupDrafter
     from hf_dsde.drafting.lookup.sssd import SSSDDrafter
     from hf_dsde.drafting.lookup.suffix import SuffixDrafter
@@ -26,6 +27,7 @@ else:
             "DraftCall": "hf_dsde.decoding.drafter",
             "DraftMonitor": "hf_dsde.decoding.draft_monitor",
             "Drafter": "hf_dsde.decoding.drafter",
+            "EarlyExitDrafter": "hf_dsde.drafting.early_exit",
             "PromptLookupDrafter": "hf_dsde.drafting.lookup.prompt_lookup",
             "RoundPlan": "hf_dsde.decoding.plan",
             "SSSDDrafter": "hf_dsde.drafting.lookup.sssd",
@@ -41,6 +43,7 @@ __all__ = [
     "DraftCall",
     "DraftMonitor",
     "Drafter",
+    "EarlyExitDrafter",
     "PromptLookupDrafter",
     "RoundPlan",
     "SSSDDrafter",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ from hf_dsde.decoding.sequences import SequenceBatch, Texts
 from hf_dsde.drafting.proposal import Proposal
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
-from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
+from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.pass_seconds import pass_seconds
 from hf_dsde.execution.recorded_chain import Chain, Proposable, best_tokens
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.wrappers import may_depend_on_rows
@@ -39,6 +41,20 @@ from hf_dsde.utils.tuning import tuning_of
 UNKNOWN_TOKEN_LOGIT = -1e4
 """Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
 everything else leaves a distribution, and no NaN."""
+
+
+class Prepared(NamedTuple):
+    """What was run before the host knew what the round is to do.
+
+    Attributes:
+        output: Of the first pass.
+        width: Tokens of each row that it was fed.
+        chained: Whether the steps after it are under way.
+    """
+
+    output: PassOutput
+    width: int
+    chained: bool
 
 
 class ChainDrafter(Drafter):
@@ -120,7 +136,14 @@ class ChainDrafter(Drafter):
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
         self._staged: Callable[[], PassOutput] | None = None
-        self._prepared: tuple[PassOutput, int] | None = None
+        self._prepared: Prepared | None = None
+        self._steps = 0  # of the last round's chain, ...
+        self._goes_on = False  # and whether this round's has begun already
+
+    @property
+    def exit_layer(self) -> int | None:
+        """The layer that passes end after, if not all are run."""
+        return None
 
     @property
     def depends_on_rows(self) -> bool:
@@ -181,30 +204,54 @@ class ChainDrafter(Drafter):
         asked = monitor.stops_inside_round or monitor.signals & (DRAFT_SIGNALS - LOGIT_SIGNALS)
         best_ones = not asked and not self.call.do_sample and self._process.changes_nothing
         self._nobody_looks = best_ones and not keeps_logits
+        self._keeps_logits, self._steps = keeps_logits, 0
         output = self._catch_up(plan)
-        candidates = self._chained(plan, output, keeps_logits=keeps_logits) if best_ones else None
+        candidates = self._chained(plan, output) if best_ones else None
         return candidates or self._step_by_step(sequences, plan, monitor, output)
 
-    def _chained(self, plan: RoundPlan, output: PassOutput, *, keeps_logits: bool) -> CandidateBatch | None:
+    def _chained(self, plan: RoundPlan, output: PassOutput) -> CandidateBatch | None:
         """Draft greedily after the first pass; None if the runner needs the host for that."""
-        sequences, steps = self.call.sequences, plan.width - 1
-        tokens, logits = self._best(output.logits), output.logits
-        if steps:
-            block = self._drafted_block(tokens, self._texts.lengths[:, None].to(self._device), output)
-            longest = max(self._texts.length_counts) + steps
-            lengths = plan.lengths.to(self._device)
-            drafted = self._runner.chain(Chain(block, lengths, steps, longest, self._proposable, keeps_logits))
+        sequences, logits = self.call.sequences, output.logits
+        self._steps = plan.width - 1
+        if self._steps:
+            chain = self._chain(output, plan.lengths.to(self._device), max(self._texts.length_counts))
+            drafted = self._runner.chain(replace(chain, goes_on=self._goes_on))
             if drafted is None:
+                self._steps = 0
                 return None
             tokens = drafted.tokens
             if drafted.logits is not None:
                 logits = torch.cat([logits, drafted.logits], dim=1)
+        else:
+            tokens = self._best(logits)
         return CandidateBatch(
             self._of_target(tokens).to(sequences.device),
             plan.lengths,
             host_lengths=plan.length_counts,
             steps=plan.width,
-            logits=self._align(logits).to(sequences.device) if keeps_logits else None,
+            logits=self._align(logits).to(sequences.device) if self._keeps_logits else None,
+        )
+
+    def _chain(self, output: PassOutput, lengths: Tensor, longest: int) -> Chain:
+        """Return a chain of as many steps as the last one.
+
+        Args:
+            output: Of the first pass.
+            lengths: As in `Chain`.
+            longest: A bound on the rows' lengths.
+        """
+
+        def first_block() -> RowBlock:
+            return self._drafted_block(self._best(output.logits), self._texts.lengths[:, None].to(self._device), output)
+
+        return Chain(
+            first_block,
+            lengths,
+            steps=self._steps,
+            longest=longest + self._steps,
+            vocabulary=self._proposable,
+            exit_layer=self.exit_layer,
+            keeps_logits=self._keeps_logits,
         )
 
     def _step_by_step(
@@ -262,15 +309,24 @@ class ChainDrafter(Drafter):
         fits = self._context is None or longest <= self._context
         if self._device != self.call.sequences.device or not fits or not self._caught_up:
             return None
-        # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
-        width = max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
+        width = self._widest_gap()
         self._staged = self._runner.stage(_only(self._text_block(width), going_on), longest, keep=1)
-        return StagedStep(partial(self._feed_staged, width), beside=self._runner.replays)
+        return StagedStep(partial(self._feed_staged, width, going_on, longest), beside=self._runner.replays)
 
-    def _feed_staged(self, width: int) -> None:
+    def _widest_gap(self) -> int:
+        """Return how many tokens the next proposal may have to feed first."""
+        # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
+        return max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
+
+    def _feed_staged(self, width: int, going_on: Tensor, longest: int) -> None:
+        """Run the first pass, and as many steps as the last round had: the next one rarely has fewer."""
         staged, self._staged = self._staged, None
         assert staged is not None
-        self._prepared = staged(), width
+        output, chained = staged(), False
+        if self._steps and (self._context is None or longest + self._steps <= self._context):
+            chain = self._chain(output, going_on * (self._steps + 1), longest)
+            chained = self._runner.begin_chain(chain)
+        self._prepared = Prepared(output, width, chained)
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self,
@@ -295,10 +351,11 @@ class ChainDrafter(Drafter):
             for drafts, active, gap, length in zip(plan.length_counts, plan.active_rows, missing, lengths, strict=True)
         ]
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
-        prepared, self._prepared = self._prepared, None
+        prepared, self._prepared, self._goes_on = self._prepared, None, False
         rows = [row for row, fit in enumerate(fits) if fit]
-        if prepared is not None and max(missing[row] for row in rows) <= prepared[1]:
-            return prepared[0]
+        if prepared is not None and max(missing[row] for row in rows) <= prepared.width:
+            self._goes_on = prepared.chained
+            return prepared.output
         if not self._fits_first_pass(max(missing[row] for row in rows)):
             self._store_missing([row for row in rows if missing[row] > self._tuning.long_gap])
         width = max(lengths[row] - self._cached[row] for row in rows)

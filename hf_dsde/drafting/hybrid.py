@@ -18,7 +18,7 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.drafting.chain import ChainDrafter
-from hf_dsde.drafting.choice import Offer, RunningAcceptance, choose, model_offer, worthwhile
+from hf_dsde.drafting.choice import RunningAcceptance, choose, model_offer
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.execution.cuda_graphs import RecordingCosts
@@ -68,21 +68,18 @@ class HybridDrafter(Drafter):
     def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:
         """Choose who drafts for each row; return how much."""
         assert costs is not None
+        wanted = self.model.allot(wanted, most, costs)
         self._drafts = [NOTHING] * len(most)
         going_on = [row for row, n in enumerate(most) if n]
         if not going_on:
             return wanted
-        proposals, trust = self.text.propose(self.call.sequences, most), self.text.trust
+        proposals = self.text.propose(self.call.sequences, most)
         acceptance = self._acceptance.of_rows()
-        longest = max(len(proposal.tokens) for proposal in proposals)
-        seconds = [costs.verify.at(1 + tokens) + costs.overhead for tokens in range(longest + 1)]
-        texts = [Offer(len(proposals[row].tokens), trust * proposals[row].score) for row in going_on]
-        texts = [worthwhile(text, seconds) for text in texts]
+        texts = self.text.offers([proposals[row] for row in going_on], costs)
         choice = choose([model_offer(wanted[row], acceptance[row]) for row in going_on], texts, costs)
         for place in choice.texts:
-            row, (tokens, gain) = going_on[place], texts[place]
-            whole = proposals[row]
-            self._drafts[row] = replace(whole, tokens=whole.tokens[:tokens], score=gain / trust)
+            row = going_on[place]
+            self._drafts[row] = self.text.cut(proposals[row], texts[place])
         if not choice.model:
             if any(wanted):
                 self._acceptance.forget()
@@ -157,6 +154,11 @@ class HybridDrafter(Drafter):
     def hidden_layers(self) -> tuple[int, ...]:
         """The model's."""
         return self.model.hidden_layers
+
+    @property
+    def reads_prompt_states(self) -> bool:  # type: ignore[override] # the model's
+        """Whether the model does."""
+        return self.model.reads_prompt_states
 
     def read_states(self, spans: Sequence[Span], hidden: tuple[Tensor, ...]) -> None:
         """Hand them to the model."""

@@ -1,4 +1,4 @@
-"""What the draft steps of a round bring, step by step."""
+"""What a round's draft steps bring, where the host is asked between them."""
 
 from __future__ import annotations
 

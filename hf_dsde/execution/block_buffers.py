@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.heads.head import DraftHead
+from hf_dsde.kernels.block import Block
 
 
 def state_size(model: PreTrainedModel) -> int | None:
@@ -72,6 +73,27 @@ class BlockBuffers:
             self.ancestors[:, padding:].copy_(block.ancestors)
         if self.states is not None and block.states is not None:
             self.states[:, padding:].copy_(block.states)
+
+    def flat(self, size: int, rows: int, widest: int) -> Block:
+        """Return the same tensors as a flat block of `size` tokens over `rows` cache rows, yet to be placed in them.
+
+        Args:
+            size: All tokens of the buffers.
+            rows: Rows of the cache.
+            widest: Bound on a row's tokens.
+        """
+        device = self.tokens.device
+        return Block(
+            tokens=self.tokens.view(-1),
+            rows=torch.zeros(size, dtype=torch.long, device=device),
+            positions=self.positions.view(-1),
+            starts=torch.zeros(rows, dtype=torch.int32, device=device),
+            counts=torch.zeros(rows, dtype=torch.int32, device=device),
+            max_count=widest,
+            slots=self.slots.view(-1),
+            ancestors=None if self.ancestors is None else self.ancestors.view(-1),
+            states=None if self.states is None else self.states.flatten(0, 1),
+        )
 
     def number(self) -> None:
         """Write the position ids that a model's own forward pass looks up."""

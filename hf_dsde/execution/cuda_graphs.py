@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -248,6 +248,10 @@ def raise_out_of_memory(failure: Exception) -> None:
 Entry = TypeVar("Entry")
 
 
+LENDINGS = 100
+"""Times that a larger recording does in place of one that is missing: recording takes as long as dozens of passes."""
+
+
 class CapturedPasses(Generic[Entry]):
     """What has been recorded, by key; the entry that was used least recently goes when there are too many.
 
@@ -264,6 +268,7 @@ class CapturedPasses(Generic[Entry]):
         self.seconds = 0.0
         self.captures = 0
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._lent: Counter[Hashable] = Counter()  # how often another entry has done, by key
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -284,6 +289,19 @@ class CapturedPasses(Generic[Entry]):
         self.seconds += time.perf_counter() - started
         self.captures += 1
         return entry
+
+    def choose(self, keys: Sequence[Hashable]) -> int:
+        """Return which key's entry does for the first one: its own, or one that is there while that is rarely needed.
+
+        Args:
+            keys: The entry that fits best, then others that do as well, but take longer.
+        """
+        best = keys[0]
+        if best in self._entries or self._lent[best] >= LENDINGS:
+            return 0
+        other = next((number for number, key in enumerate(keys) if key in self._entries), 0)
+        self._lent[best] += other > 0
+        return other
 
     def limit_to(self, limit: int) -> None:
         """Keep no more than so many entries from now on."""

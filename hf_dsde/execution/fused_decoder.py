@@ -11,6 +11,7 @@ out.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -178,6 +179,12 @@ class FusedDecoder:
         windows = attention_windows(model)
         pairs = zip(decoder_layers(model), windows, strict=True)
         self._layers = [Layer.of(index, layer, window) for index, (layer, window) in enumerate(pairs)]
+
+    def ending_after(self, layer: int) -> FusedDecoder:
+        """Return what runs the layers up to one, counted from 1, and then final norm and head; no hidden states."""
+        shorter = copy.copy(self)
+        shorter._layers, shorter._hidden_layers = self._layers[:layer], ()
+        return shorter
 
     def __call__(
         self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None, last: Block | None = None

@@ -1,17 +1,16 @@
 """A runner that records each shape of pass once and replays it.
 
 Launching the kernels of an eager pass takes the host longer than the device needs to run them, whatever the model's
-size; a replayed graph is one launch. Passes are recorded when their shape is first met, per rows, width, part of the
-cache in view and kept columns. Of prompts, only short ones are: with more tokens the device has enough to do.
-
-What is recorded is either the model's own forward pass or, for models whose structure is known, `FusedDecoder`'s, which
-runs the same matrices with fewer kernels between them and looks back by lengths instead of masks.
+size; a replayed graph is one launch. A shape is rows, width, part of the cache in view and kept columns. Of prompts,
+only short ones are recorded. What is recorded is the model's own forward pass or, for models whose structure is known,
+that of `FusedDecoder`, which runs the same matrices with fewer kernels and looks back by lengths in place of masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import EagerRunner, next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, Chain, ChainStep, DraftedChain, Proposable
+from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain, Proposable
 from hf_dsde.execution.recording_key import Key, is_compiled
-from hf_dsde.execution.row_block import RowBlock
+from hf_dsde.execution.row_block import RowBlock, Shape, somewhat_larger
 from hf_dsde.execution.spans import Span, portions, total_count
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, workspaces
 from hf_dsde.kernels.block import Block
@@ -94,6 +93,7 @@ class GraphRunner(EagerRunner):
         self._before = self._workspace.costs
         self._live = torch.arange(rows, device=self.device)
         self._choices = 0
+        self._begun: BegunChain | None = None
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -112,19 +112,28 @@ class GraphRunner(EagerRunner):
 
     def recorded(self, width: int, longest: int) -> bool:
         """As for any runner; of passes that keep all logits."""
-        possible = self._recording and self.cache.is_allocated and longest <= self.cache.capacity
-        return (
-            possible and self._key(self._shape(width, None, tree=False), self._reach(longest)) in self._workspace.passes
-        )
+        return self._is_recorded(self._shape(width, None, tree=False), longest)
 
-    def _key(self, shape: tuple[Any, ...], reach: int) -> tuple[Any, ...]:
+    def _is_recorded(self, shape: Shape, longest: int) -> bool:
+        """Whether there is a recording that needs no larger cache."""
+        if not self._recording or not self.cache.is_allocated or longest > self.cache.capacity:
+            return False
+        reach = self._reach(longest)
+        return self._key(self._nearest(shape, reach), reach) in self._workspace.passes
+
+    def _key(self, shape: Shape, reach: int) -> Shape:
         """What a pass is recorded under."""
         return *shape, reach, self.hidden_layers
 
-    def _shape(self, width: int, keep: int | None, *, tree: bool) -> tuple[Any, ...]:
+    def _shape(self, width: int, keep: int | None, *, tree: bool, exit_layer: int | None = None) -> Shape:
         """What tells recorded padded passes apart, apart from the bound on lengths."""
         bucket = self.padded_width(width)
-        return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree
+        return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree, exit_layer
+
+    def _nearest(self, shape: Shape, reach: int) -> Shape:
+        """Return the shape, or a larger one that does as well if that is recorded."""
+        shapes = (shape, *somewhat_larger(shape, self._width_buckets, self._tuning.free_tokens))
+        return shapes[self._workspace.passes.choose([self._key(each, reach) for each in shapes])]
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""
@@ -136,7 +145,8 @@ class GraphRunner(EagerRunner):
         """As for any runner: what is left to do is one launch, and a copy of the result."""
         if block.size is not None and self.packs and self.cache.is_allocated:
             return self._stage_packed(block, block.size, longest)
-        shape = self._shape(block.width, keep, tree=block.is_tree)
+        shape = self._shape(block.width, keep, tree=block.is_tree, exit_layer=block.exit_layer)
+        shape = self._nearest(shape, self._reach(longest))
         entry = self._entry(shape, longest) if self._recording and self.cache.is_allocated else None
         if entry is None:
             return super().stage(block, longest, keep)
@@ -150,23 +160,32 @@ class GraphRunner(EagerRunner):
 
         return run
 
+    def begin_chain(self, chain: Chain) -> bool:
+        """As for any runner; nothing is recorded for it."""
+        self._begun = self._run_chain(chain, ahead=True)
+        return self._begun is not None
+
     def chain(self, chain: Chain) -> DraftedChain | None:
         """As for any runner: a recorded step is replayed as often."""
+        self._begun = self._run_chain(chain)
+        of_everyone = partial(self._of_everyone, live=self._live_index)
+        return None if self._begun is None else self._begun.drafted(chain, of_everyone)
+
+    def _run_chain(self, chain: Chain, *, ahead: bool = False) -> BegunChain | None:
+        shape = ("chain", len(self._live), chain.vocabulary, chain.exit_layer)
+        reach, begun = self._reach(chain.longest), self._begun
         if not self._recording or chain.steps >= LONGEST_CHAIN:
             return None
-        entry = self._entry(("chain", len(self._live), chain.vocabulary), chain.longest)
-        if entry is None:
-            return None
-        assert entry.chain is not None
-        entry.chain.begin(chain, self._of_live_rows)
-        self._follow_rows(entry)
-        logits = []
-        for _ in range(chain.steps):
-            entry.replay()
-            if chain.keeps_logits:
-                logits.append(entry.replay.output.logits.to(torch.float32, copy=True))
-        tokens = self._of_everyone(entry.chain.drafted(chain.steps), self._live_index)
-        return DraftedChain(tokens, self._of_everyone(torch.cat(logits, dim=1), self._live_index) if logits else None)
+        if begun is None or not chain.goes_on or not begun.may_become(chain, (*shape, reach, self._choices)):
+            known = not ahead or self._is_recorded(shape, chain.longest)
+            entry = self._entry(shape, chain.longest) if known else None
+            if entry is None or entry.chain is None:
+                return None
+            entry.chain.begin(chain, self._of_live_rows)
+            self._follow_rows(entry)
+            begun = BegunChain(entry.replay, entry.chain, (*shape, reach, self._choices))
+        begun.run(chain, self._of_live_rows)
+        return begun
 
     def _follow_rows(self, entry: RecordedPass) -> None:
         """Let a padded pass run the rows that are in now."""
@@ -178,18 +197,19 @@ class GraphRunner(EagerRunner):
 
     def _stage_packed(self, block: RowBlock, size: int, longest: int) -> Callable[[], PassOutput]:
         """Get a block ready for a pass over `size` tokens, without the padding between rows."""
-        shape = ("packed", size, next_bucket(block.width, PACKED_WIDTHS), block.is_tree)
+        widest = next_bucket(block.width, PACKED_WIDTHS)
+        shape = self._nearest(("packed", size, widest, block.is_tree), self._reach(longest))
         entry = self._entry(shape, longest)
         if entry is None:
             return super().stage(block, longest)
         assert entry.block is not None
-        packed, places = block.map(lambda tensor: tensor.to(self.device)).packed()
+        packed, places = replace(block, size=shape[1]).map(lambda tensor: tensor.to(self.device)).packed()
         entry.block.copy_(packed)
 
         def run() -> PassOutput:
             entry.replay()
             output = entry.replay.output.map(lambda states: states[places])
-            return self._shown(output, block.width, None)._replace(packed_tokens=size)
+            return self._shown(output, block.width, None)._replace(packed_tokens=shape[1])
 
         return run
 
@@ -213,15 +233,15 @@ class GraphRunner(EagerRunner):
                 self._allocate()
         except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
             self._give_up(failure)
-        entry = (
-            self._entry(("store", next_bucket(len(tokens), self._tuning.stored_sizes)), longest) if self.packs else None
-        )
+        size = next_bucket(len(tokens), self._tuning.stored_sizes)
+        entry = self._entry(("store", size), longest) if self.packs else None
         if entry is None:
             return super()._store(spans, tokens, states)
         assert entry.block is not None
         entry.block.copy_(flat_block(spans, tokens, states, len(entry.block.tokens), self.rows))
         entry.replay()
-        return tuple(layer[: len(tokens)].clone() for layer in entry.replay.output.hidden)
+        kept = entry.replay.output.hidden[: len(self._stored_layers)]
+        return tuple(layer[: len(tokens)].clone() for layer in kept)
 
     def _store_eagerly(
         self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None, longest: int
@@ -230,12 +250,13 @@ class GraphRunner(EagerRunner):
         self._make_room(longest)
         assert self._fused is not None
         block = flat_block(spans, tokens, states, len(tokens), self.rows)
-        return self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
+        hidden = self._fused.store(block, self.cache, min(next_multiple(longest, MIN_REACH), self.cache.capacity))
+        return hidden[: len(self._stored_layers)]
 
     def _allocate(self) -> None:
         """Give the cache its buffers, by a pass over no token: only the model knows what it stores."""
         assert self._fused is not None
-        block = self._fused_block(1, 1, self._new_buffers(1, 1))
+        block = self._new_buffers(1, 1).flat(1, self.rows, 1)
         self._fused.store(block, self.cache, MIN_REACH)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -244,17 +265,15 @@ class GraphRunner(EagerRunner):
         A pass has one of few numbers of rows, so that few shapes are recorded; places that are left over keep rows that
         have finished. A recorded forward pass of the model's own keeps all rows.
         """
-        if self._fused is None or not self._recording:
-            return
         places = next_row_count(len(rows), self._tuning.fine_rows)
-        if places >= len(self.live_rows):
+        if self._fused is None or not self._recording or places >= len(self.live_rows):
             return
         finished = [row for row in self.live_rows if row not in rows]
         self.live_rows = sorted([*rows, *finished[: places - len(rows)]])
         self._live = self._live_index = upload(self.live_rows, self.device)
         self._choices += 1
 
-    def _entry(self, shape: tuple[Any, ...], longest: int) -> RecordedPass | None:
+    def _entry(self, shape: Shape, longest: int) -> RecordedPass | None:
         """Return the recorded pass of a shape, None when it cannot be recorded."""
         self._make_room(longest)
         reach = self._reach(longest)
@@ -284,83 +303,67 @@ class GraphRunner(EagerRunner):
             reach *= self._tuning.reach_factor
         return min(reach, self.cache.capacity)
 
-    def _record(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
+    def _record(self, shape: Shape, reach: int) -> RecordedPass:
         if shape[0] == "packed":
             return self._record_packed(shape, reach)
         if shape[0] == "store":
             return self._record_store(shape[1], reach)
         if shape[0] == "chain":
-            return self._record_chain(shape[1], shape[2], reach)
-        _, rows, width, kept, tree = shape
+            return self._record_chain(shape[1], shape[2], shape[3], reach)
+        _, rows, width, kept, tree, exit_layer = shape
         buffers = self._new_buffers(rows, width, tree=tree)
         if self._fused is None:
-            body = self._own_forward(buffers, reach, kept)
+            body = self._own_forward(buffers, reach, kept, exit_layer)
             if self._compiles:  # which may wait for the device as often as it likes
                 body()
             return RecordedPass(self._workspace.capture(body), buffers)
-        block = self._fused_block(rows * width, width, buffers)
+        block = buffers.flat(rows * width, self.rows, width)
         block.place(self._live)
         columns = torch.arange(rows * width, device=self.device).view(rows, width)
         keep = None if kept == width else columns[:, -kept:].flatten()
         last = None
         if keep is not None and not tree:
-            last = self._fused_block(rows * kept, kept, self._new_buffers(rows, kept))
+            last = self._new_buffers(rows, kept).flat(rows * kept, self.rows, kept)
             last.place(self._live)
-        forward = self._fused_forward(block, reach, keep, last)
+        forward = self._fused_forward(block, reach, keep, last, exit_layer)
         replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
         return RecordedPass(replay, buffers, block, keep, last, self._choices)
 
-    def _record_packed(self, shape: tuple[Any, ...], reach: int) -> RecordedPass:
+    def _record_packed(self, shape: Shape, reach: int) -> RecordedPass:
         _, size, widest, tree = shape
         buffers = self._new_buffers(1, size, tree=tree)
-        block = self._fused_block(size, widest, buffers)
+        block = buffers.flat(size, self.rows, widest)
         return RecordedPass(self._workspace.capture(self._fused_forward(block, reach)), buffers, block)
 
     def _record_store(self, size: int, reach: int) -> RecordedPass:
         fused, cache, buffers = self._fused, self.cache, self._new_buffers(1, size)
         assert fused is not None
-        block = self._fused_block(size, size, buffers)
+        block = buffers.flat(size, self.rows, size)
 
         def body() -> PassOutput:
             return PassOutput(block.tokens[:0], fused.store(block, cache, reach))
 
         return RecordedPass(self._workspace.capture(body), buffers, block)
 
-    def _record_chain(self, rows: int, vocabulary: Proposable, reach: int) -> RecordedPass:
+    def _record_chain(self, rows: int, vocabulary: Proposable, exit_layer: int | None, reach: int) -> RecordedPass:
         buffers = self._new_buffers(rows, 1)
         step, block = ChainStep(buffers, vocabulary), None
         if self._fused is None:
-            forward = self._own_forward(buffers, reach, 1)
+            forward = self._own_forward(buffers, reach, 1, exit_layer)
         else:
-            block = self._fused_block(rows, 1, buffers)
+            block = buffers.flat(rows, self.rows, 1)
             block.place(self._live)
-            flat = self._fused_forward(block, reach)
+            flat = self._fused_forward(block, reach, after=exit_layer)
             forward = lambda: flat().map(lambda states: states[:, None])  # noqa: E731
 
-        def body() -> PassOutput:
-            step.aim()
-            output = forward()
-            step.feed(self.model, output)
-            return output
-
+        body = step.around(forward, self.model)
         if self._compiles:
             body()
         return RecordedPass(self._workspace.capture(body), buffers, block, choice=self._choices, chain=step)
 
-    def _fused_block(self, size: int, widest: int, buffers: BlockBuffers) -> Block:
-        return Block(
-            tokens=buffers.tokens.view(-1),
-            rows=torch.zeros(size, dtype=torch.long, device=self.device),
-            positions=buffers.positions.view(-1),
-            starts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
-            counts=torch.zeros(self.rows, dtype=torch.int32, device=self.device),
-            max_count=widest,
-            slots=buffers.slots.view(-1),
-            ancestors=None if buffers.ancestors is None else buffers.ancestors.view(-1),
-            states=None if buffers.states is None else buffers.states.flatten(0, 1),
-        )
-
-    def _own_forward(self, buffers: BlockBuffers, view: int, kept: int) -> Callable[[], PassOutput]:
+    def _own_forward(
+        self, buffers: BlockBuffers, view: int, kept: int, exit_layer: int | None
+    ) -> Callable[[], PassOutput]:
         """Return the model's own forward pass, with the masks that it needs."""
 
         def body() -> PassOutput:
@@ -369,18 +372,19 @@ class GraphRunner(EagerRunner):
             buffers.masks.clear()
             self._fill_masks(buffers, view)
             self.cache.aim(buffers.slots, view)
-            output = self._execute(buffers, kept)
+            output = self._execute(buffers, kept, exit_layer)
             torch.clear_autocast_cache()
             return output
 
         return body
 
     def _fused_forward(
-        self, block: Block, reach: int, keep: Tensor | None = None, last: Block | None = None
+        self, block: Block, reach: int, keep: Tensor | None = None, last: Block | None = None, after: int | None = None
     ) -> Callable[[], PassOutput]:
-        fused, cache = self._fused, self.cache
-        assert fused is not None
-        return lambda: fused(block, cache, reach, keep, last)
+        """Return the fused pass over a block, of all layers or of those up to the one that it ends `after`."""
+        assert self._fused is not None
+        fused = self._fused if after is None else self._fused.ending_after(after)
+        return partial(fused, block, self.cache, reach, keep, last)
 
     def _give_up(self, failure: Exception) -> None:
         """Go on without recording: bring the cache into the form that an eager pass takes, and say why.

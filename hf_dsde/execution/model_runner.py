@@ -8,12 +8,10 @@ call to call is in the buffers' contents; shapes come from a small set, and noth
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from hf_dsde import compat
 from hf_dsde.execution import attention
 from hf_dsde.execution.block_buffers import BlockBuffers, state_size
 from hf_dsde.execution.cuda_graphs import RecordingCosts
+from hf_dsde.execution.early_exit import ending_after
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
 from hf_dsde.execution.options import RuntimeOptions
@@ -40,8 +39,6 @@ WIDTH_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48,
 """Block widths that are executed. Fine where drafts are short: a padded column costs what a token costs."""
 PADDED_COLUMNS = 512
 """Columns of a padded pass that stores prompts: its masks have a place for every pair of a column and a slot."""
-TIMED_PASSES = 3
-"""Timed passes of each shape on a GPU, after one that warms up; the median counts."""
 
 
 def next_bucket(size: int, buckets: tuple[int, ...]) -> int:
@@ -74,9 +71,14 @@ class ModelRunner(ABC):
         options: How passes are run.
         hidden_layers: Layers whose hidden states passes return, numbered as `PassOutput` says.
 
+    Attributes:
+        keeps_stored_states: Whether `store` returns hidden states as well; those of long prompts take much memory.
+
     Raises:
         ValueError: If the model has no such layer.
     """
+
+    keeps_stored_states = True
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class ModelRunner(ABC):
         self._cache_argument = compat.cache_argument(model)
         self._keeps_last = compat.supports_logits_to_keep(model)
         self._buffers: dict[tuple[int, bool], BlockBuffers] = {}
+        self._exits: dict[int, PreTrainedModel] = {}
         self._single_device = single_device(model)
         self._autocast = Autocast.on(self.device)
 
@@ -114,6 +117,10 @@ class ModelRunner(ABC):
     def recording_costs(self) -> RecordingCosts:
         """What recording passes has cost since this runner was made."""
         return RecordingCosts()
+
+    @property
+    def _stored_layers(self) -> tuple[int, ...]:
+        return self.hidden_layers if self.keeps_stored_states else ()
 
     @property
     def packs(self) -> bool:
@@ -150,7 +157,8 @@ class ModelRunner(ABC):
     def stage(self, block: RowBlock, longest: int, keep: int | None = None) -> Callable[[], PassOutput]:
         """Get a block ready. The function that is returned runs it and gives what `forward` would have given.
 
-        What comes in between may be the host's waiting for an answer. Only the block staged last can be run.
+        What comes in between may be the host's waiting for an answer. Of the blocks that end after the same layer, only
+        the one staged last can be run.
         """
         return lambda: self._run(block, longest, keep)
 
@@ -168,6 +176,13 @@ class ModelRunner(ABC):
         """
         return self.stage(block, longest, keep)()
 
+    def begin_chain(self, chain: Chain) -> bool:  # noqa: ARG002
+        """Run a chain before it is known how long it has to be, if a recording of its step is there.
+
+        The chain that is asked for next may go on with it (`Chain.goes_on`).
+        """
+        return False
+
     def chain(self, chain: Chain) -> DraftedChain | None:  # noqa: ARG002
         """Draft without the host in between; None, and nothing done, if it cannot."""
         return None
@@ -177,7 +192,7 @@ class ModelRunner(ABC):
         columns = keep or block.width
         buffers = self._buffers_for(self.padded_width(block.width), block.is_tree)
         self._fill(buffers, block.map(self._of_live_rows), longest)
-        return self._shown(self._execute(buffers, columns), columns, self._live_index)
+        return self._shown(self._execute(buffers, columns, block.exit_layer), columns, self._live_index)
 
     def _shown(self, output: PassOutput, columns: int, live: Tensor | None, *, copied: bool = False) -> PassOutput:
         """Return what the last columns of a pass over the rows `live` gave, for all rows.
@@ -210,7 +225,7 @@ class ModelRunner(ABC):
             states: What a draft head reads beside them, `[sum of counts, H]`; None for other models.
 
         Returns:
-            Hidden states of these tokens, `[sum of counts, H]` for each layer that was asked for.
+            Hidden states of these tokens, `[sum of counts, H]` for each layer that was asked for, if they are kept.
 
         Raises:
             torch.OutOfMemoryError: If the device has no room for the cache; nothing has been done then.
@@ -219,7 +234,7 @@ class ModelRunner(ABC):
         if not spans:
             width = self.model.config.get_text_config(decoder=True).hidden_size
             nothing = torch.empty(0, width, dtype=self.model.dtype, device=self.device)
-            return tuple(nothing for _ in self.hidden_layers)
+            return tuple(nothing for _ in self._stored_layers)
         if not self.cache.is_allocated:
             check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
         return self._store(spans, tokens.to(self.device), None if states is None else states.to(self.device))
@@ -268,7 +283,7 @@ class ModelRunner(ABC):
             buffers = self._new_buffers(len(group), self.padded_width(len(column)))
             given = RowBlock(tokens[block], slots, states=None if states is None else states[block])
             self._fill(buffers, given, int(positions.max()) + 1, chosen)
-            output = self._execute(buffers, 0).hidden[: len(self.hidden_layers)]  # of a draft head, nobody wants any
+            output = self._execute(buffers, 0).hidden[: len(self._stored_layers)]  # of a draft head, nobody wants any
             found = [layer[:, -len(column) :] for layer in output]
             hidden += [layer.new_empty(len(tokens), layer.shape[-1]) for layer in found[len(hidden) :]]
             for everything, layer in zip(hidden, found, strict=True):
@@ -336,28 +351,30 @@ class ModelRunner(ABC):
         return visible
 
     @abstractmethod
-    def _execute(self, buffers: BlockBuffers, keep: int) -> PassOutput:
+    def _execute(self, buffers: BlockBuffers, keep: int, exit_layer: int | None = None) -> PassOutput:
         """Run the model on the buffers; return at least the last `keep` columns, logits in its own dtype.
 
-        Hidden states are those of all columns, a draft head's its own. With `keep` 0 no head is run, where the model
-        can do without.
+        Hidden states are those of all columns, a draft head's its own; none of a pass that ends after `exit_layer`.
+        With `keep` 0 no head is run, where the model can do without.
         """
 
 
 class EagerRunner(ModelRunner):
     """Calls the model's `forward` for every block."""
 
-    def _execute(self, buffers: BlockBuffers, keep: int) -> PassOutput:
+    def _execute(self, buffers: BlockBuffers, keep: int, exit_layer: int | None = None) -> PassOutput:
         masks = buffers.masks
+        model = self.model if exit_layer is None else self._ending_after(exit_layer)
+        hidden_layers = self.hidden_layers if exit_layer is None else ()
         arguments: dict[str, Any] = {self._cache_argument: self.cache}
         if self._keeps_last:
             arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
-        if self.hidden_layers:
-            arguments["output_hidden_states"] = compat.hidden_states_argument(self.hidden_layers)
+        if hidden_layers:
+            arguments["output_hidden_states"] = compat.hidden_states_argument(hidden_layers)
         if buffers.states is not None:
             arguments["hidden_states"] = buffers.states
         with self._autocast.held():  # the cache has the dtype that the first pass had
-            output = self.model(
+            output = model(
                 input_ids=buffers.tokens,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
                 position_ids=buffers.position_ids,
@@ -367,33 +384,9 @@ class EagerRunner(ModelRunner):
             )
         if buffers.states is not None:
             return PassOutput(output.logits, (output.hidden_states,))
-        return PassOutput(output.logits, chosen_layers(self.model, output, self.hidden_layers))
+        return PassOutput(output.logits, chosen_layers(model, output, hidden_layers))
 
-
-def pass_seconds(runner: ModelRunner, width: int, longest: int) -> float:
-    """Seconds of a pass of `width` columns per row over caches of up to `longest` tokens.
-
-    The passes write after every row's text, where nothing is kept. On a CPU there is one; rounds correct what it says.
-
-    Args:
-        runner: With prompts of up to `longest` tokens stored, each without its last token.
-        width: Columns.
-        longest: Tokens of the longest row.
-    """
-    tokens = torch.zeros(runner.rows, width, dtype=torch.long, device=runner.device)
-    positions = torch.arange(longest - 1, longest - 1 + width, device=runner.device).expand_as(tokens)
-    context = compat.context_length(runner.model)
-    if context is not None:
-        positions = positions.masked_fill(positions >= context, -1)
-    size = runner.state_size
-    states = None if size is None else torch.zeros(*tokens.shape, size, dtype=runner.model.dtype, device=runner.device)
-
-    def timed() -> float:
-        started = time.perf_counter()
-        runner.forward(RowBlock(tokens, positions, states=states), longest - 1 + width)
-        if runner.device.type == "cuda":
-            torch.cuda.synchronize(runner.device)
-        return time.perf_counter() - started
-
-    first = timed()
-    return first if runner.device.type == "cpu" else median(timed() for _ in range(TIMED_PASSES))
+    def _ending_after(self, layer: int) -> PreTrainedModel:
+        if layer not in self._exits:
+            self._exits[layer] = ending_after(self.model, layer)
+        return self._exits[layer]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde.execution.block_buffers import BlockBuffers
+from hf_dsde.execution.cuda_graphs import Replay
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.heads.head import DraftHead
@@ -55,20 +56,25 @@ class Chain:
     """What is drafted greedily, each step fed what the one before gave.
 
     Attributes:
-        block: Of one column, in each row its first draft token, and its position.
+        block: Returns one of one column, in each row its first draft token, and its position; asked where the chain
+            begins.
         lengths: Tokens that each row drafts in all, `[rows]`, int64; what it gets beyond is anything.
         steps: Tokens that the row which drafts most drafts after its first; at least 1.
         longest: A bound, known without asking the device, on the largest slot + 1.
         vocabulary: What may be proposed.
+        exit_layer: The layer that passes end after, if not all are run.
         keeps_logits: Whether somebody looks at what the tokens were chosen from.
+        goes_on: Whether the steps of the runner's last chain are the first ones of this one.
     """
 
-    block: RowBlock
+    block: Callable[[], RowBlock]
     lengths: Tensor
     steps: int
     longest: int
     vocabulary: Proposable
+    exit_layer: int | None = None
     keeps_logits: bool = False
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class ChainStep:
             chain: Of the whole batch.
             of_rows: Gives the rows of a tensor that the step runs.
         """
-        block, buffers = chain.block.map(of_rows), self.buffers
+        block, buffers = chain.block().map(of_rows), self.buffers
         buffers.tokens.copy_(block.tokens)
         self.places.copy_(block.positions)
         self.left.copy_(of_rows(chain.lengths)[:, None])
@@ -139,6 +145,61 @@ class ChainStep:
         if self.buffers.states is not None:
             self.buffers.states.copy_(output.hidden[0])
 
+    def around(self, forward: Callable[[], PassOutput], model: PreTrainedModel) -> Callable[[], PassOutput]:
+        """Return what is recorded: the pass `forward` over the static tensors of `buffers`, and what comes of it."""
+
+        def body() -> PassOutput:
+            self.aim()
+            output = forward()
+            self.feed(model, output)
+            return output
+
+        return body
+
+    def go_on(self, lengths: Tensor, done: int) -> None:
+        """Take note of how much rows draft in all, `[rows]`, int64, after so many steps."""
+        self.left.copy_(lengths[:, None] - done)
+
     def drafted(self, steps: int) -> Tensor:
         """Return the first draft tokens and those of `steps` replays, `[rows, 1 + steps]`, int64; a copy."""
         return self.tokens[-steps - 1 :].T.clone()
+
+
+@dataclass
+class BegunChain:
+    """A chain under way: more steps may follow, as long as rows and the bound on lengths are the same.
+
+    Attributes:
+        replay: Runs a step.
+        step: Its static tensors.
+        conditions: What has to be the same.
+        steps: How many were run.
+        logits: What they chose from, `[rows, 1, its vocabulary]`, float32, as far as it was kept.
+    """
+
+    replay: Replay[PassOutput]
+    step: ChainStep
+    conditions: Hashable
+    steps: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+    def may_become(self, chain: Chain, conditions: Hashable) -> bool:
+        """Whether a chain can go on with this one."""
+        return self.conditions == conditions and len(self.logits) >= self.steps * chain.keeps_logits
+
+    def run(self, chain: Chain, of_rows: Callable[[Tensor], Tensor]) -> None:
+        """Run the steps that are missing; `of_rows` as in `ChainStep.begin`."""
+        if 0 < self.steps < chain.steps:
+            self.step.go_on(of_rows(chain.lengths), self.steps)
+        for _ in range(self.steps, chain.steps):
+            self.replay()
+            if chain.keeps_logits:
+                self.logits.append(self.replay.output.logits.to(torch.float32, copy=True))
+        self.steps = max(self.steps, chain.steps)
+
+    def drafted(self, chain: Chain, of_everyone: Callable[[Tensor], Tensor]) -> DraftedChain:
+        """Return what a chain asks for; `of_everyone` gives tensors of the rows that were run a line for each row."""
+        tokens = of_everyone(self.step.drafted(self.steps)[:, : chain.steps + 1])
+        if not chain.keeps_logits:
+            return DraftedChain(tokens)
+        return DraftedChain(tokens, of_everyone(torch.cat(self.logits[: chain.steps], dim=1)))

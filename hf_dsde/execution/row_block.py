@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ SMALLEST_STEP = 8
 """Packed blocks hold a multiple of this many tokens."""
 STEPS_PER_DOUBLING = 16
 """Sizes of packed blocks between one power of two and the next: at most 1 token in 17 is padding."""
+SOMEWHAT = 1 / 4
+"""A packed pass that is recorded may have more tokens by this share than one that is not."""
+LEAST_VARYING_WIDTH = 5
+"""Narrower passes are the common ones, and as fast as they can be."""
+Shape = tuple[Any, ...]
+"""What tells recorded passes apart, apart from the bound on lengths; its kind first."""
 WIDEST_TREE = 64
 """Tokens of a row whose ancestors a mask of 64 bits can name."""
 
@@ -22,6 +29,28 @@ def packed_bucket(tokens: int) -> int:
     """Return the smallest size of packed block that holds `tokens`."""
     step = max(SMALLEST_STEP, (1 << (max(tokens, 1).bit_length() - 1)) // STEPS_PER_DOUBLING)
     return -(-tokens // step) * step
+
+
+def somewhat_larger(shape: Shape, widths: Sequence[int], free_tokens: int) -> Iterator[Shape]:
+    """Yield the shapes of passes that give the same of a block that is filled up, and take little longer.
+
+    Lengths that differ from round to round would have a pass recorded for each.
+
+    Args:
+        shape: `("packed", tokens, ...)` or `("padded", rows, columns, kept columns, ...)`.
+        widths: Columns that padded passes have.
+        free_tokens: Tokens up to which padding costs nothing.
+    """
+    kind, first, second, *others = shape
+    if kind == "packed":
+        size = packed_bucket(first + 1)
+        while size <= first + first * SOMEWHAT:
+            yield (kind, size, second, *others)
+            size = packed_bucket(size + 1)
+    elif kind == "padded" and others[0] == second >= LEAST_VARYING_WIDTH:
+        yield from (
+            (kind, first, width, width, *others[1:]) for width in widths if second < width <= free_tokens / first
+        )
 
 
 @dataclass(frozen=True)
@@ -41,6 +70,9 @@ class RowBlock:
             between them. So many tokens have room in it, at least the sum of `counts`. None to run it padded.
         states: What a draft head reads beside each token, `[rows, width, H]`, floating point, anything finite where
             there is no token; None for other models.
+        exit_layer: The layer after which the pass ends, counted from 1: what it gives is what final norm and head make
+            of its states, without hidden states, and later layers store nothing. The model is one that
+            `early_exit.why_no_exits` has nothing against. None for all layers.
 
     Raises:
         ValueError: If a tree has no slots, or too many tokens.
@@ -53,6 +85,7 @@ class RowBlock:
     counts: Tensor | None = None
     size: int | None = None
     states: Tensor | None = None
+    exit_layer: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse half a tree."""
@@ -79,7 +112,7 @@ class RowBlock:
         optional = (self.slots, self.ancestors, self.states)
         slots, ancestors, states = (None if tensor is None else function(tensor) for tensor in optional)
         tokens, positions = function(self.tokens), function(self.positions)
-        return RowBlock(tokens, positions, slots, ancestors, self.counts, self.size, states)
+        return RowBlock(tokens, positions, slots, ancestors, self.counts, self.size, states, self.exit_layer)
 
     def packed(self) -> tuple[Block, Tensor]:
         """Pack the block into its `size`, without asking the device for anything; `counts` have to be known.

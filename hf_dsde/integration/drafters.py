@@ -18,6 +18,7 @@ from transformers.generation.candidate_generator import (
 
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.drafting.chain import ChainDrafter
+from hf_dsde.drafting.early_exit import EarlyExitDrafter
 from hf_dsde.drafting.head import HeadDrafter
 from hf_dsde.drafting.hybrid import HybridDrafter
 from hf_dsde.drafting.lookup.prompt_lookup import NGRAM_SIZE, PromptLookupDrafter
@@ -41,13 +42,17 @@ config asks for prompt lookup, or for the target's own layers for multi-token pr
 
 LEAST_SHARE = 0.25
 """Share of the smaller vocabulary below which shared tokens are too few to write a text with."""
+EARLY_EXIT = "early_exit"
+"""The name of the drafter that runs layers of the target, as a model would draft: others by name draft out of texts."""
 
-NAMED_DRAFTERS: Mapping[str, Callable[[], Drafter]] = {
-    "prompt_lookup": PromptLookupDrafter,
-    "sssd": SSSDDrafter,
-    "suffix": SuffixDrafter,
+NAMED_DRAFTERS: Mapping[str, Callable[[PreTrainedModel], Drafter]] = {
+    EARLY_EXIT: EarlyExitDrafter,
+    "prompt_lookup": lambda _: PromptLookupDrafter(),
+    "sssd": lambda _: SSSDDrafter(),
+    "suffix": lambda _: SuffixDrafter(),
 }
-"""Drafters without a model, by the names that `assistant_model` knows them by: each as it is without arguments."""
+"""Drafters without a model of their own, by the names that `assistant_model` knows them by: each for a target, and else
+as it is without arguments."""
 
 
 def check_name(name: str) -> None:
@@ -62,39 +67,40 @@ def check_name(name: str) -> None:
 
 def job_draft(
     assistant: Any,
-    target: PreTrainedModel | None = None,
+    target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel | Drafter:
-    """Return what drafts in all calls of a job: a model, out of what wraps it, or a drafter.
+    """Return what drafts for a target in all calls of a job: a model, out of what wraps it, or a drafter.
 
     Args:
         assistant: As `Assistant` says, but for generators.
-        target: The target, where a draft of another tokenizer may draft.
+        target: The target.
         tokenizer: As for `drafter_for`.
         assistant_tokenizer: As for `drafter_for`.
 
     Raises:
         TypeError: If it is something else.
-        ValueError: If it is a name that no drafter has, or a list of other than a drafter out of texts and a model.
+        ValueError: If it is a name that no drafter has, one of a drafter that the target is not fit for, or a list of
+            other than a drafter out of texts and a model.
     """
     if isinstance(assistant, str):
         check_name(assistant)
-        return NAMED_DRAFTERS[assistant]()
+        return NAMED_DRAFTERS[assistant](target)
     if isinstance(assistant, (list, tuple)):
-        return _hybrid(assistant)
+        return _hybrid(assistant, target)
     if isinstance(assistant, Drafter):
         return assistant
     draft = unwrapped("assistant_model", assistant)
-    translation = None if target is None else _translation(target, draft, tokenizer, assistant_tokenizer)
+    translation = _translation(target, draft, tokenizer, assistant_tokenizer)
     if translation is None or translation.share < LEAST_SHARE:
         return draft
     return model_drafter(draft, translation)
 
 
-def _hybrid(assistants: Sequence[Any]) -> HybridDrafter:
+def _hybrid(assistants: Sequence[Any], target: PreTrainedModel) -> HybridDrafter:
     """Return what drafts with two together, in whichever order they are named."""
-    drafts = [job_draft(each) for each in assistants]
+    drafts = [job_draft(each, target) for each in assistants]
     drafters = [each if isinstance(each, Drafter) else model_drafter(each) for each in drafts]
     texts = [each for each in drafters if isinstance(each, TextDrafter)]
     models = [each for each in drafters if isinstance(each, ChainDrafter)]
@@ -103,16 +109,18 @@ def _hybrid(assistants: Sequence[Any]) -> HybridDrafter:
     names = ", ".join(each if isinstance(each, str) else type(each).__name__ for each in assistants)
     msg = (
         f"assistant_model=[{names}]: two draft together if one of them drafts out of texts "
-        f"({', '.join(map(repr, NAMED_DRAFTERS))}, or such a drafter) and the other is a model or a head. Pass one of "
-        "each, or one drafter alone."
+        "('prompt_lookup', 'sssd', 'suffix', or such a drafter) and the other is a model, a head or 'early_exit'. Pass "
+        "one of each, or one drafter alone."
     )
     raise ValueError(msg)
 
 
 def model_of(draft: PreTrainedModel | Drafter) -> PreTrainedModel | None:
-    """Return the model that drafts; None where a drafter has none, or runs it by itself."""
+    """Return the model that drafts beside the target; None where a drafter has none, or runs it by itself."""
     if isinstance(draft, HybridDrafter):
         draft = draft.model
+    if isinstance(draft, EarlyExitDrafter):
+        return None
     if isinstance(draft, ChainDrafter):
         return draft.model
     return None if isinstance(draft, Drafter) else draft
@@ -138,7 +146,7 @@ def drafter_for(
             proposes tokens that both have; where these are few, its text is translated, row by row.
     """
     if isinstance(assistant, (Drafter, str, list, tuple)):
-        drafter = job_draft(assistant)
+        drafter = job_draft(assistant, target)
         assert isinstance(drafter, Drafter)
         return drafter
     if isinstance(assistant, CandidateGenerator):

@@ -58,11 +58,12 @@ def build_loop(
         elif draft is not None:
             workspaces.join(model, draft)
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
-    drafter.start(DraftCall(sequences, vocabulary_size, process, do_sample, capacity, cache_limit, config))
     target = create_runner(
         model, sequences.rows, capacity, config.options, config.runner, hidden_layers=drafter.hidden_layers
     )
     target.cache.limit = cache_limit
+    target.keeps_stored_states = drafter.reads_prompt_states
+    drafter.start(DraftCall(sequences, vocabulary_size, process, do_sample, capacity, cache_limit, config, target))
     return kind(
         target=target,
         drafter=drafter,

@@ -34,10 +34,8 @@ REPLACED_OPTIONS = {
 }
 """Options of stock assisted generation that decide what a policy decides, and the policy that stands for each."""
 
-PLAIN = (
-    "Leave out `speculation_policy`, or `custom_generate`, in `model.generate` to decode it the stock way; where "
-    "`enable` was given defaults, pass speculation_policy=None."
-)
+PLAIN = "Leave out `speculation_policy`, or `custom_generate`, in `model.generate` to decode it the stock way."
+PLAIN += " Where `enable` was given defaults, pass speculation_policy=None."
 
 
 def check_options(generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
@@ -92,6 +90,12 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
             "a draft can only be verified against one continuation per row. Use num_beams=1. " + PLAIN,
         )
     assistant = mode_kwargs.get("assistant_model")
+    if early := getattr(generation_config, "assistant_early_exit", None):
+        _refuse(
+            f"assistant_early_exit={early}",
+            f"here, the target's first layers draft as assistant_model=hf_dsde.EarlyExitDrafter(model, {early}), with "
+            "the target's own cache. " + PLAIN,
+        )
     ways = {name: getattr(generation_config, name, None) for name in ("prompt_lookup_num_tokens", "use_mtp")}
     ways = {"assistant_model": assistant, **{name: value or None for name, value in ways.items()}}
     named = [name for name, value in ways.items() if value is not None]
@@ -111,12 +115,11 @@ def check_mode(mode: GenerationMode, generation_config: GenerationConfig, mode_k
         )
     if getattr(generation_config, "is_assistant", False):
         _refuse("is_assistant=True", "it marks the calls of a draft inside a stock call. Leave it out.")
-    for name in ("assistant_early_exit", "speculation_type"):
-        if getattr(generation_config, name, None):
-            _refuse(
-                f"{name}={getattr(generation_config, name)}",
-                "it is another way of drafting beside assistant_model. Leave it out. " + PLAIN,
-            )
+    if getattr(generation_config, "speculation_type", None):
+        _refuse(
+            f"speculation_type={generation_config.speculation_type}",
+            "it is another way of drafting beside assistant_model. Leave it out. " + PLAIN,
+        )
     if getattr(assistant, "requires_model_outputs", False):
         _refuse(
             f"assistant_model={type(assistant).__name__}",
@@ -158,7 +161,7 @@ def check_assistant(
     """
     drafts_alone = not isinstance(assistant, (list, tuple))
     if isinstance(assistant, (str, list, tuple)):
-        assistant = drafters.job_draft(assistant)
+        assistant = drafters.job_draft(assistant, target)
     if isinstance(assistant, Drafter):
         draft = drafters.model_of(assistant)
     elif assistant is None or isinstance(assistant, CandidateGenerator):

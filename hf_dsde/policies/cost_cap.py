@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import accumulate
-
 from torch import Tensor
 
 from hf_dsde.policies.base import BatchInfo, DraftStep, RoundOutcome, Signal, StoppingPolicy
@@ -15,19 +12,19 @@ NO_LIMIT = 1 << 20
 
 
 class CostCap(GoodputPolicy):
-    """Another policy's lengths `l`, cut off at the depth of the best goodput; 0 is a depth.
+    """Another policy, at prices: all rows draft up to the depth of the best goodput, within its longest length.
 
-    Of depths `k`, the one that maximises
+    Of depths `k` from 0 to the longest length that the policy wants of a row, the one that maximises
 
-        sum over rows of (1 + a + ... + a^min(l, k)) / T(k)
+        (1 + a + ... + a^k) / T(k)
 
     where `a` is the probability that a token is accepted and `T` the measured time of a round, as in `GoodputPolicy`,
-    whose estimate and probes these are. It differs from that policy in what a depth brings: only rows that the other
-    policy lets go so far gain from it, while all wait for the draft steps. The cap of DSDE (arXiv 2509.01083, Eq. 11)
-    has the same purpose, and knows no prices.
+    whose estimate and probes these are. Rows that want less draft as much: all wait for the draft steps of the longest,
+    and a column that nobody fills takes as long. The cap of DSDE (arXiv 2509.01083, Eq. 11) is the mean of the lengths;
+    it has the same purpose, and knows no prices.
 
     Args:
-        policy: Whose lengths are cut. Where it stops inside a round, it stops there.
+        policy: Says how far rows may draft. Where it stops inside a round, it stops there.
     """
 
     def __init__(self, policy: StoppingPolicy) -> None:
@@ -55,9 +52,6 @@ class CostCap(GoodputPolicy):
         self._wishes: list[int] = self._policy.draft_lengths().tolist()
         super().start(batch)
 
-    def _lengths(self) -> list[int]:
-        return [min(wish, length) for wish, length in zip(self._wishes, super()._lengths(), strict=True)]
-
     def should_stop(self, step: DraftStep) -> Tensor | None:
         """The other policy's answer, shape `[rows]`, bool, or None."""
         return self._policy.should_stop(step)
@@ -74,12 +68,7 @@ class CostCap(GoodputPolicy):
         self._wishes = self._policy.draft_lengths().tolist()
         super().select_rows(index)
 
-    def _expected_tokens(self) -> list[float]:
-        """Mean of the rows' expected tokens by depth, from 0 to the longest."""
-        stops = Counter(min(wish, self._longest) for wish, on in zip(self._wishes, self._active, strict=True) if on)
-        rows = left = stops.total()
-        gains = []
-        for depth in range(self._longest + 1):
-            gains.append(self.acceptance**depth * left / max(rows, 1))
-            left -= stops[depth]
-        return list(accumulate(gains))
+    def _best_length(self) -> int:
+        """The depth of the best goodput, the shortest among equals."""
+        longest = max((wish for wish, on in zip(self._wishes, self._active, strict=True) if on), default=0)
+        return self._best_within(min(longest, self._longest))

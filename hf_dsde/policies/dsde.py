@@ -85,7 +85,8 @@ class DSDEStoppingPolicy(StoppingPolicy):
             it. Held at SL_min, calibration makes no row of a batch wait, but Eq. 1 then allows at most twice SL_min.
         initial_length: Draft length at the start of calibration; a smaller `sl_max` lowers it. None takes 5 when it
             grows, and `sl_min` when it is held.
-        cap: Whether no row may exceed the active rows' mean length (Eq. 9-11). Paper on, reference off.
+        cap: Whether no row may exceed the active rows' mean length (Eq. 9-11). Paper on, reference off. Under a
+            `CostCap` there is none: measured prices say what it stands in for.
         decay: delta of the weighted variance, in (0, 1]. Paper 0.85, reference 0.9.
         short_window: KLDs in the short window; None takes a third of the long one (10 of 30).
         long_window: KLDs in the long window; calibration lasts until it is full.
@@ -163,6 +164,7 @@ class DSDEStoppingPolicy(StoppingPolicy):
         )
         self.flat_ratio = check_number("flat_ratio", chosen("flat_ratio", flat_ratio), 0.0)
         self._state: _State | None = None
+        self._known_bounds: tuple[Floats, Floats] | None = None
 
     def _set_bounds(self, sl_min: Any, sl_max: Any) -> None:
         self.sl_min = check_integer(
@@ -198,8 +200,10 @@ class DSDEStoppingPolicy(StoppingPolicy):
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
         self._device = batch.device
+        self._known_bounds = None
         self._ceiling = batch.max_draft_length if self.sl_max is None else min(self.sl_max, batch.max_draft_length)
         self._floor = min(self.sl_min, self._ceiling)
+        self._caps = self.cap and batch.costs is None
         self._state = self._initial(batch.rows)
         self._fresh = self._initial(1)
 
@@ -222,7 +226,7 @@ class DSDEStoppingPolicy(StoppingPolicy):
 
     def _lengths(self) -> Integers:
         lengths = np.ceil(self.predicted_lengths()).astype(np.int64)
-        if self.cap:
+        if self._caps:
             lengths = np.minimum(lengths, self._length_cap(lengths))
         return np.minimum(np.where(self.calibrating, self._rows.calibration_length, lengths), self._ceiling)
 
@@ -241,12 +245,11 @@ class DSDEStoppingPolicy(StoppingPolicy):
         return lengths
 
     def _variance_ratio(self) -> Floats:
-        state = self._rows
+        """WVIR of each row, shape `[rows]`; of no meaning where the window is not full."""
         return signals.weighted_variance_ratio(
-            state.window,
+            self._rows.window,
             self.short_window,
             self.decay,
-            state.filled,
             flat_variance=self.flat_variance,
             flat_ratio=self.flat_ratio,
         )
@@ -262,6 +265,11 @@ class DSDEStoppingPolicy(StoppingPolicy):
 
         SL_max is Eq. 1, `SL_A,max (1 + mu / max)` over the KLDs of calibration, between `sl_min` and the ceiling.
         """
+        if self._known_bounds is None:
+            self._known_bounds = self._new_bounds()
+        return self._known_bounds
+
+    def _new_bounds(self) -> tuple[Floats, Floats]:
         state = self._rows
         mean = state.calibration_sum / np.maximum(state.calibration_count, 1)
         relative_mean = mean / (state.calibration_max + _TINY)
@@ -278,7 +286,7 @@ class DSDEStoppingPolicy(StoppingPolicy):
         Taken over active rows past calibration, of lengths already rounded up, in integers.
         """
         counted = self._rows.active & ~self.calibrating
-        return math.ceil(int(lengths[counted].sum()) / max(int(counted.sum()), 1))
+        return math.ceil(int(lengths @ counted) / max(int(np.count_nonzero(counted)), 1))
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Remember the round's KLDs and, of rows in calibration, how far they came."""
@@ -294,19 +302,34 @@ class DSDEStoppingPolicy(StoppingPolicy):
         counted = np.where(np.arange(kld.shape[1]) < counts[:, None], kld, np.float32(0))
         total = counted.sum(1)
         calibrating = self.calibrating & learning
-        self._state = _State(
-            window=append_newest(state.window, kld, counts),
-            filled=np.minimum(state.filled + counts, self.long_window),
-            last_mean=np.where(learning, total / np.maximum(counts, 1).astype(np.float32), state.last_mean),
-            active=active,
-            calibration_length=np.where(calibrating, self._next_length(accepted), state.calibration_length),
-            calibration_count=state.calibration_count + counts * calibrating,
-            calibration_sum=state.calibration_sum + total * calibrating,
-            calibration_max=np.where(
-                calibrating, np.maximum(counted.max(1, initial=0), state.calibration_max), state.calibration_max
-            ),
-            best_accepted=np.where(calibrating, np.maximum(state.best_accepted, accepted), state.best_accepted),
-        )
+        if calibrating.any():
+            self._calibrate(calibrating, counted, total, counts, accepted)
+        state.window = append_newest(state.window, kld, counts)
+        state.filled = np.minimum(state.filled + counts, self.long_window)
+        state.last_mean = np.where(learning, total / np.maximum(counts, 1).astype(np.float32), state.last_mean)
+        state.active = active
+
+    def _calibrate(
+        self, calibrating: Flags, counted: Floats, total: Floats, counts: Integers, accepted: Integers
+    ) -> None:
+        """Learn from rows in calibration.
+
+        Args:
+            calibrating: Which rows, `[rows]`.
+            counted: The round's KLDs that count, 0 in place of the others, `[rows, width]`.
+            total: Their sums, `[rows]`.
+            counts: How many they are, `[rows]`.
+            accepted: Tokens that stand, `[rows]`.
+        """
+        state = self._rows
+        state.calibration_length = np.where(calibrating, self._next_length(accepted), state.calibration_length)
+        state.calibration_count = state.calibration_count + counts * calibrating
+        state.calibration_sum = state.calibration_sum + total * calibrating
+        largest = np.maximum(counted.max(1, initial=0), state.calibration_max)
+        state.calibration_max = np.where(calibrating, largest, state.calibration_max)
+        best = np.maximum(state.best_accepted, accepted)
+        state.best_accepted = np.where(calibrating, best, state.best_accepted)
+        self._known_bounds = None
 
     def _divergence(self, outcome: RoundOutcome) -> Floats:
         """The round's KLDs in the direction asked for, shape `[rows, width]`."""
@@ -341,3 +364,4 @@ class DSDEStoppingPolicy(StoppingPolicy):
     def select_rows(self, index: Tensor) -> None:
         """Rearrange the batch; -1 is a new sequence. `index` is int64, `[places]`."""
         self._state = self._rows.select_rows(index.numpy(force=True), self._fresh)
+        self._known_bounds = None

@@ -154,13 +154,13 @@ class GoodputPolicy(StoppingPolicy):
 
     def _best_length(self) -> int:
         """The length of the best goodput, the shortest among equals."""
-        goodput = [tokens / time for tokens, time in zip(self._expected_tokens(), self._table.times, strict=True)]
+        return self._best_within(self._longest)
+
+    def _best_within(self, longest: int) -> int:
+        tokens = expected_tokens(self.acceptance, longest)
+        goodput = [gain / time for gain, time in zip(tokens, self._table.times, strict=False)]
         goodput[0] *= self.plain_bonus
         return goodput.index(max(goodput))
-
-    def _expected_tokens(self) -> list[float]:
-        """Tokens that a row gains by draft length, from 0 to the longest."""
-        return expected_tokens(self.acceptance, self._longest)
 
     def _decide_on_probe(self, longest_draft: int, accepted: int) -> None:
         price = self._probe_price

@@ -41,5 +41,7 @@ def append_newest(history: NDArray[Any], values: NDArray[Any], counts: NDArray[n
     Returns:
         The last `window` values of each row, shape `[rows, window]`.
     """
-    places = counts[:, None] + np.arange(history.shape[1])
-    return np.take_along_axis(np.concatenate([history, values], axis=1), places, axis=1)
+    rows, window = history.shape
+    places = counts[:, None] + np.arange(window)
+    newest: NDArray[Any] = np.concatenate([history, values], axis=1)[np.arange(rows)[:, None], places]
+    return newest

@@ -22,6 +22,7 @@ from hf_dsde.batch.progress import JobProgress
 from hf_dsde.cli import generate as batch_cli
 from hf_dsde.cli import main as cli
 from hf_dsde.config import SpeculationConfig
+from hf_dsde.drafting.early_exit import EarlyExitDrafter
 from hf_dsde.drafting.hybrid import HybridDrafter
 
 RUNNER = CliRunner()
@@ -315,6 +316,18 @@ def test_a_drafter_out_of_texts_drafts_beside_the_named_draft(tiny, monkeypatch,
     result = run(prompts, "--model", "org/target", *named, "--output", output, "--ordered")
     assert result.exit_code == 0, result.output
     assert tiny[-1][:2] == ("org/target", "org/draft")
+    assert [r.text for r in read_results(output)] == expected["asked"]
+    assert started
+
+
+@pytest.mark.parametrize("beside", [(), ("--draft", "suffix")])
+def test_the_targets_own_layers_need_no_draft(tiny, monkeypatch, prompts, tmp_path, expected, beside):
+    started, start = [], EarlyExitDrafter.start
+    monkeypatch.setattr(EarlyExitDrafter, "start", lambda self, call: started.append(start(self, call)))
+    monkeypatch.setattr(pairs, "load_target", lambda *_: (tiny_pair().target, tiny_pair().tokenizer))
+    output = tmp_path / "out.jsonl"
+    result = run(prompts, "--model", "org/target", "--draft", "early_exit", *beside, "--output", output, "--ordered")
+    assert result.exit_code == 0, result.output
     assert [r.text for r in read_results(output)] == expected["asked"]
     assert started
 

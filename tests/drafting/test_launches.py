@@ -20,9 +20,9 @@ from hf_dsde.drafting.model import ModelDrafter
 
 pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
 DRAFTS: dict[str, tuple[type[ChainDrafter], Callable[[PreTrainedModel], PreTrainedModel], int]] = {
-    "head": (HeadDrafter, lambda target: tiny_head(target, draft_vocabulary=60), 31),
-    "normed head": (HeadDrafter, lambda target: tiny_head(target, draft_vocabulary=60, fc_norm=True), 49),
-    "model": (ModelDrafter, lambda target: noisy_copy(target, AGREEMENT["half"]), 15),
+    "head": (HeadDrafter, lambda target: tiny_head(target, draft_vocabulary=60), 32),
+    "normed head": (HeadDrafter, lambda target: tiny_head(target, draft_vocabulary=60, fc_norm=True), 50),
+    "model": (ModelDrafter, lambda target: noisy_copy(target, AGREEMENT["half"]), 16),
 }
 """Drafter, draft, and the most operations of a round, whatever its length. A norm is six on a CPU, and one on a GPU."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tiny_policies import ScriptedLengths
 from transformers import LogitsProcessorList
 
 import hf_dsde
+from hf_dsde.costs import BatchCosts, CostCurve
 from hf_dsde.decoding.sampling import BlockProcessor
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting import DraftCall, Drafter, RoundPlan
@@ -29,13 +31,13 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 }
 
 
-def begun(drafter: Drafter, prompts: Texts, new_tokens: int = 20) -> SequenceBatch:
+def begun(drafter: Drafter, prompts: Texts, new_tokens: int = 20, **settings: Any) -> SequenceBatch:
     """Let a drafter begin a call with some prompts, without any model."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     sequences = SequenceBatch(ids, mask, max_new_tokens=new_tokens, scratch=9, pad_token=0)
-    process, config = BlockProcessor(LogitsProcessorList()), hf_dsde.SpeculationConfig()
+    process, config = BlockProcessor(LogitsProcessorList()), hf_dsde.SpeculationConfig(**settings)
     drafter.start(DraftCall(sequences, VOCABULARY, process, False, 99, None, config))
     return sequences
 
@@ -221,3 +223,48 @@ def test_rounds_in_which_nobody_may_draft_read_no_text(monkeypatch: pytest.Monke
     only_second = ScriptedLengths([[0, 4, *[0] * 6]] * 20)
     compared(cycling_model(), drafter, ragged_batch(EIGHT), only_second, max_new_tokens=8)
     assert set(read) == {1}
+
+
+COPY = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4]
+"""Its end stood before, and four tokens followed it."""
+
+
+@pytest.mark.parametrize(
+    ("look_up", "column", "drafted"),
+    [
+        (0.0, 0.0, [4, 0, 4]),  # columns are free
+        (0.0, 0.02, [4, 0, 4]),
+        (0.0, 1.0, [0, 0, 0]),  # a column takes as long as a step
+        (5.0, 0.0, [0, 0, 0]),  # looking texts up takes as long as five steps
+        (0.2, 0.0, [4, 0, 4]),
+    ],
+)
+def test_rows_draft_where_that_brings_more_than_it_takes(look_up: float, column: float, drafted: list[int]) -> None:
+    drafter = hf_dsde.SuffixDrafter(share_answers=False)
+    sequences = begun(drafter, [COPY, [1, 2, 3, 4, 5], [10, *COPY]])
+    costs = BatchCosts(CostCurve.line(look_up, 0.0) if look_up else None, CostCurve.line(1.0, column))
+    assert drafter.allot([8, 8, 8], [8, 8, 8], costs) == drafted
+    plan = RoundPlan(torch.tensor(drafted), drafted, torch.ones(3).bool(), [True] * 3)
+    if any(drafted):
+        candidates = drafter.get_candidates(sequences, plan, None)  # type: ignore[arg-type] # nobody asks it
+        assert candidates.host_lengths == drafted
+        assert candidates.tokens[0].tolist() == [5, 6, 7, 8]
+
+
+def test_a_column_that_brings_less_than_it_takes_is_cut_off() -> None:
+    drafter = hf_dsde.SuffixDrafter(share_answers=False)
+    begun(drafter, [COPY])
+    counts = [drafter.allot([8], [8], BatchCosts(None, CostCurve.line(1.0, column)))[0] for column in (0, 0.3, 0.4, 1)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == 4
+    assert 0 < counts[1] < 4 or 0 < counts[2] < 4
+    assert counts[-1] == 0
+
+
+def test_without_a_cap_the_policy_alone_decides() -> None:
+    drafter = hf_dsde.SuffixDrafter()
+    begun(drafter, [COPY], cost_cap=False)
+    assert not drafter.requires
+    assert drafter.allot([3], [8], None) == [3]
+    begun(drafter, [COPY])
+    assert drafter.requires == {hf_dsde.policies.Signal.COSTS}

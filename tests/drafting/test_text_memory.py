@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_dsde
+from hf_dsde import SpeculationConfig
 from hf_dsde.decoding import run_ahead
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting import Drafter
@@ -107,7 +108,7 @@ def test_a_row_that_begins_another_text_drafts_as_if_it_had_begun_with_it(name: 
     prompts = [prompt * 2 for prompt in prompts_of_a_job()[1:8]]
 
     def counts(drafter: Any, prompts: Texts) -> list[tuple[int, int]]:
-        results = job(target, drafter, prompts, rows=1)
+        results = job(target, drafter, prompts, rows=1, speculation_policy=SpeculationConfig("static", cost_cap=False))
         return [(result.statistics.drafted, result.statistics.accepted) for result in results]
 
     made = {"suffix": hf_dsde.SuffixDrafter, "sssd": hf_dsde.SSSDDrafter}

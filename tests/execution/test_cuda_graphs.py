@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_dsde.execution import cuda_graphs as graphs
-from hf_dsde.execution.cuda_graphs import CapturedPasses, CudaCapture
+from hf_dsde.execution.cuda_graphs import LENDINGS, CapturedPasses, CudaCapture
 
 CUDA = torch.device("cuda", 0)
 
@@ -36,6 +36,15 @@ class TestCapturedPasses:
             passes.get(key, lambda key=key: key)
         assert passes.entries() == ["a", "c"]
         assert passes.get("a", fail) == "a"
+
+    def test_another_entry_does_while_one_is_rarely_needed(self) -> None:
+        passes = CapturedPasses[str](4)
+        assert passes.choose(["small", "large"]) == 0
+        passes.get("large", lambda: "large")
+        chosen = [passes.choose(["small", "middle", "large"]) for _ in range(LENDINGS + 2)]
+        assert chosen == [2] * LENDINGS + [0] * 2
+        assert passes.choose(["tiny", "large"]) == 1
+        assert passes.choose(["large", "larger"]) == 0
 
     def test_the_oldest_is_gone_before_the_next_is_recorded(self) -> None:
         """Both at once might not fit on the device."""

@@ -46,6 +46,7 @@ SETTING_UP = {
     "decoding/prefill.py::store_prompts",
     "decoding/prefill.py::_record",
     "decoding/lengths.py::start",
+    "decoding/lengths.py::first",
     "policies/acceptance_model.py::__init__",
     "integration/validation.py::_check_positions",
     "decoding/sequences.py::__init__",

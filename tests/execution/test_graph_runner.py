@@ -137,6 +137,22 @@ def test_a_second_call_records_nothing(recording: list[NotingCapture]) -> None:
     assert [capture.recorded for capture in recording] == recorded
 
 
+def test_lengths_that_differ_from_round_to_round_share_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = []
+    original = GraphRunner._record
+
+    def record(self: GraphRunner, shape: tuple[Any, ...], reach: int) -> Any:
+        if shape[0] == "padded" and shape[3] > 1:
+            columns.append(shape[2])
+        return original(self, shape, reach)
+
+    monkeypatch.setattr(GraphRunner, "_record", record)
+    target, draft = fresh_pair()
+    lengths = ScriptedLengths([[7] * 5, [4] * 5, [6] * 5, [5] * 5, [2] * 5])
+    assert torch.equal(generate(target, draft, lengths), plain(target))
+    assert set(columns) == {8, 3}
+
+
 @pytest.mark.slow
 def test_rows_that_left_in_one_call_are_back_in_the_next() -> None:
     target, draft = fresh_pair(noise=0.0)

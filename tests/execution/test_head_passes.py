@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.fused_head import FusedHead
-from hf_dsde.execution.model_runner import ModelRunner, pass_seconds
+from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.pass_seconds import pass_seconds
 from hf_dsde.execution.recording_key import recording_key
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span

@@ -9,7 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_dsde.execution.row_block import SMALLEST_STEP, STEPS_PER_DOUBLING, WIDEST_TREE, RowBlock, packed_bucket
+from hf_dsde.execution.model_runner import WIDTH_BUCKETS
+from hf_dsde.execution.row_block import (
+    LEAST_VARYING_WIDTH,
+    SMALLEST_STEP,
+    SOMEWHAT,
+    STEPS_PER_DOUBLING,
+    WIDEST_TREE,
+    RowBlock,
+    packed_bucket,
+    somewhat_larger,
+)
 from hf_dsde.kernels.block import Block
 
 NOTHING = -7
@@ -99,6 +109,23 @@ def test_buckets_are_few() -> None:
     """Each is a pass to record."""
     for power in (256, 512, 1024, 2048):
         assert len({packed_bucket(tokens) for tokens in range(power + 1, 2 * power + 1)}) == STEPS_PER_DOUBLING
+
+
+@given(st.integers(1, 5000))
+def test_somewhat_larger_packed_passes_are_all_those_of_up_to_a_quarter_more_tokens(tokens: int) -> None:
+    size = packed_bucket(tokens)
+    expected = {packed_bucket(more) for more in range(size + 1, int(size * (1 + SOMEWHAT)) + 1)}
+    found = list(somewhat_larger(("packed", size, 8, True), WIDTH_BUCKETS, 128))
+    assert found == [("packed", each, 8, True) for each in sorted(expected) if each <= size * (1 + SOMEWHAT)]
+
+
+@given(st.integers(1, 64), st.sampled_from(WIDTH_BUCKETS), st.integers(0, 256))
+def test_somewhat_larger_padded_passes_are_those_that_cost_nothing(rows: int, width: int, free: int) -> None:
+    found = list(somewhat_larger(("padded", rows, width, width, False, None), WIDTH_BUCKETS, free))
+    wider = [each for each in WIDTH_BUCKETS if each > width and rows * each <= free]
+    assert found == [("padded", rows, each, each, False, None) for each in wider if width >= LEAST_VARYING_WIDTH]
+    if width > 1:
+        assert not list(somewhat_larger(("padded", rows, width, 1, False, None), WIDTH_BUCKETS, free))
 
 
 @given(ragged_blocks())

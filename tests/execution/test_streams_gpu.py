@@ -16,7 +16,7 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.run_ahead import RunAhead
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.streams import SideStream
-from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, StaticPolicy
+from hf_dsde.policies import BatchInfo, DraftStep, RoundOutcome, Signal, StaticPolicy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 CUDA = torch.device("cuda", 0)
@@ -28,10 +28,14 @@ LONG = 600_000_000
 class BusyPolicy(StaticPolicy):
     """Takes its time over each round, and as much memory in small pieces as others may have dropped meanwhile.
 
+    It asks for whole distributions, and so is asked where they are.
+
     Args:
         cycles: What the device does nothing for, per round.
         num_draft_tokens: Draft length.
     """
+
+    requires = frozenset({Signal.LOGITS})
 
     def __init__(self, cycles: int = 0, num_draft_tokens: int = 3) -> None:
         super().__init__(num_draft_tokens)

@@ -88,7 +88,10 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
         lambda: {"prompt_lookup_num_tokens": 3},
         ("prompt_lookup_num_tokens=3", "Use it or assistant_model"),
     ),
-    "early exit beside an assistant": (lambda: {"assistant_early_exit": 1}, ("assistant_early_exit=1",)),
+    "early exit beside an assistant": (
+        lambda: {"assistant_early_exit": 1},
+        ("assistant_early_exit=1", "EarlyExitDrafter(model, 1)"),
+    ),
     "synchronised GPUs": (lambda: {"synced_gpus": True}, ("synced_gpus=True", "Keep a whole model on each GPU")),
     "no cache": (lambda: {"use_cache": False}, ("use_cache=False", "Use use_cache=True")),
     "static cache": (lambda: {"cache_implementation": "static"}, ("cache_implementation='static'", "Leave")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,16 +33,12 @@ def given_costs() -> None:
     """Here the costs of the configuration count."""
 
 
-def best_depth(acceptance: float, wishes: list[int], active: list[bool], times: list[float]) -> tuple[int, float]:
+def best_depth(acceptance: float, longest: int, times: list[float]) -> tuple[int, float]:
     """The depth of the best goodput, and by how much it is better than the next best."""
-    goodputs = []
-    for depth, time in enumerate(times):
-        tokens = sum(
-            acceptance**j for wish, on in zip(wishes, active, strict=True) if on for j in range(min(wish, depth) + 1)
-        )
-        goodputs.append(tokens / max(sum(active), 1) / time)
-    best = max(range(len(times)), key=lambda depth: goodputs[depth])
-    return best, min(abs(goodputs[best] - value) for depth, value in enumerate(goodputs) if depth != best)
+    goodputs = [sum(acceptance**j for j in range(depth + 1)) / times[depth] for depth in range(longest + 1)]
+    best = max(range(longest + 1), key=lambda depth: goodputs[depth])
+    others = [value for depth, value in enumerate(goodputs) if depth != best]
+    return best, goodputs[best] - max(others, default=0.0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -53,27 +51,50 @@ def test_follows_the_formula_over_random_rounds(seed: int, draft_cost: float, ro
     times = [depth * draft_cost + VERIFY[depth] for depth in range(LIMIT + 1)]
     active = [True] * rows
     for wishes in script:
-        depth, margin = best_depth(policy.acceptance, wishes, active, times)
+        longest = max((wish for wish, on in zip(wishes, active, strict=True) if on), default=0)
+        depth, margin = best_depth(policy.acceptance, longest, times)
         lengths = policy.draft_lengths().tolist()
         if margin > 1e-6:
             probes = depth == 0 and max(lengths) == 1
-            assert lengths == [
-                min(wish, length if probes else depth) for wish, length in zip(wishes, lengths, strict=True)
-            ]
+            assert probes or lengths == [depth] * rows
         active = [bool(on) for on in (torch.rand(rows, generator=generator) < 0.9)]
         drafted = [length * on for length, on in zip(lengths, active, strict=True)]
         accepted = [int(torch.randint(0, length + 1, (), generator=generator)) for length in drafted]
         policy.observe(outcome(drafted, accepted, active))
 
 
-def test_one_row_that_would_go_far_does_not_keep_seven_waiting() -> None:
-    """Seven rows stop at one token; what the eighth gains by a third and fourth is not worth their waiting."""
-    wishes = [[4, *[1] * 7]] * 3
-    far, equal = CostCap(ScriptedLengths(wishes)), CostCap(StaticPolicy(4))
-    for policy in (far, equal):
-        policy.start(batch_with_costs(8, 0.1))
-    assert far.draft_lengths().tolist() == [1] * 8
-    assert equal.draft_lengths().tolist() == [4] * 8
+@pytest.mark.parametrize(
+    ("draft", "column", "wishes", "depth"),
+    [
+        (0.1, 0.4, [4, *[1] * 7], 1),
+        (0.1, 0.0, [4, *[1] * 7], 4),  # all wait for the longest draft, so all draft
+        (0.1, 0.025, [1, *[2] * 7], 2),
+        (1.0, 0.0, [4, *[1] * 7], 0),
+        (0.1, 0.0, [0, 0, 0], 0),
+    ],
+)
+def test_all_rows_draft_as_far_as_that_pays_and_the_policy_lets_one(
+    draft: float, column: float, wishes: list[int], depth: int
+) -> None:
+    policy = CostCap(ScriptedLengths([wishes] * 3))
+    policy.start(batch_with_costs(len(wishes), draft, [1 + column * k for k in range(LIMIT + 1)], LIMIT))
+    assert policy.draft_lengths().tolist() == [depth] * len(wishes)
+
+
+def test_prices_take_the_place_of_the_cap_of_dsde() -> None:
+    """One row agrees with its draft and the others do not, so that their mean would keep it short."""
+    batch = batch_with_costs(4, 0.0, [1.0] * (LIMIT + 1), LIMIT)
+    priced, paper = DSDEStoppingPolicy(long_window=4), DSDEStoppingPolicy(long_window=4)
+    for policy, prices in ((priced, batch), (paper, replace(batch, costs=None))):
+        policy.start(prices)
+        for kld in (0.01, 0.02, 0.01, 0.01):
+            divergence = torch.full((4, 6), 4.0)
+            divergence[0] = kld
+            policy.observe(replace(outcome([6] * 4, [6, 0, 0, 0]), kld=divergence))
+    (far, *short), capped = priced.draft_lengths().tolist(), paper.draft_lengths().tolist()
+    assert far > max(short)
+    assert far > max(capped)
+    assert min(capped) == min(short)
 
 
 def test_over_a_length_that_is_never_too_short_it_is_goodput() -> None:
@@ -81,14 +102,14 @@ def test_over_a_length_that_is_never_too_short_it_is_goodput() -> None:
     assert played[0] == played[1]
 
 
-def test_where_passes_cost_the_same_the_other_policy_plays_as_if_alone() -> None:
+def test_where_passes_cost_the_same_all_draft_as_far_as_the_other_policy_lets_any() -> None:
     alone, capped = HeuristicPolicy(), CostCap(HeuristicPolicy())
     generator = torch.Generator().manual_seed(0)
     for policy in (alone, capped):
         policy.start(batch_with_costs(4, 0.0, [1.0] * 13))
     for number in range(40):
         lengths = alone.draft_lengths().tolist()
-        assert capped.draft_lengths().tolist() == lengths
+        assert capped.draft_lengths().tolist() == [max(lengths)] * 4
         accepted = [int(torch.randint(length // 2, length + 1, (), generator=generator)) for length in lengths]
         for policy in (alone, capped):
             policy.observe(outcome(lengths, accepted))

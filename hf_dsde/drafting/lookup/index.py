@@ -142,7 +142,7 @@ class TextIndex:
             known = below
         else:
             return found
-        while length < longest:
+        while length < longest and len(places) > 1:
             token, back = end[-1 - length], length + shift
             agreeing = [place for place in places if held[place - back] == token]
             if len(agreeing) != len(places):
@@ -151,6 +151,10 @@ class TextIndex:
                     return found
                 places = agreeing
             length += 1
+        if length < longest:
+            at = places[0] - shift
+            while length < longest and held[at - length] == end[-1 - length]:
+                length += 1
         found.append((length, places))
         return found
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from hf_dsde.costs import BatchCosts
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.drafting.choice import Offer, with_texts, worthwhile
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
+from hf_dsde.policies import Signal
 
 
 class GrowingText(Protocol):
@@ -38,9 +42,20 @@ LONGEST_PROMISE = 1000.0
 
 
 class TextDrafter(Drafter, Generic[Text]):
-    """Proposes, of each row, what the text makes likely. A row that nobody asks for costs nothing."""
+    """Proposes, of each row, what the text makes likely, as far as that is worth the columns of the target's pass.
+
+    A row that nobody asks for costs nothing. The policy says how much a row may draft at most, and the measured seconds
+    of passes say what of it is proposed: `worthwhile` cuts each row's draft, and of the rows those draft that make the
+    batch faster (`with_texts`); where none does, the round is a plain step. `SpeculationConfig(cost_cap=False)` leaves
+    all to the policy.
+    """
 
     _promised, _kept = FIRST_PROMISE, FIRST_PROMISE / 2
+
+    @property
+    def requires(self) -> frozenset[Signal]:  # type: ignore[override] # as the call wants it
+        """The costs, unless the call does without."""
+        return frozenset() if self.call.config.cost_cap is False else frozenset({Signal.COSTS})
 
     @property
     def cost_owner(self) -> object:
@@ -60,6 +75,7 @@ class TextDrafter(Drafter, Generic[Text]):
         """Forget the rows of an earlier call."""
         super().start(call)
         self._texts: list[Text | None] = [None] * call.sequences.rows
+        self._allotted: Sequence[Continuation] | None = None  # what the next round may propose, if that is known
         self._scores: list[float] = []  # of the proposals that are being verified
 
     @abstractmethod
@@ -97,16 +113,62 @@ class TextDrafter(Drafter, Generic[Text]):
             self._read(row)
         return bool(unread)
 
+    def offers(self, proposals: Sequence[Continuation], costs: BatchCosts) -> list[Offer]:
+        """Return what of proposals is worth its columns of the target's pass, and what is expected of it.
+
+        Args:
+            proposals: Of any rows.
+            costs: Of the batch.
+        """
+        longest = max((len(proposal.tokens) for proposal in proposals), default=0)
+        seconds = [costs.verify.at(1 + tokens) + costs.overhead for tokens in range(longest + 1)]
+        return [
+            worthwhile(Offer(len(proposal.tokens), self.trust * proposal.score), seconds)
+            if proposal.tokens
+            else Offer()
+            for proposal in proposals
+        ]
+
+    def cut(self, proposal: Continuation, offer: Offer) -> Continuation:
+        """Return as much of a proposal as an offer takes."""
+        if offer.tokens == len(proposal.tokens):
+            return proposal
+        return replace(proposal, tokens=proposal.tokens[: offer.tokens], score=offer.gain / self.trust)
+
+    def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:
+        """Draft within what the policy wants, where that brings more than it takes; return how much."""
+        if Signal.COSTS not in self.requires:
+            return wanted
+        assert costs is not None
+        going_on = [row for row, n in enumerate(most) if n]
+        proposals = self.propose(self.call.sequences, wanted)
+        offers = self.offers([proposals[row] for row in going_on], costs)
+        drafts = [NOTHING] * len(wanted)
+        if any(offer.tokens for offer in offers):
+
+            def seconds(columns: float) -> float:
+                return costs.draft_seconds(int(columns > 1)) + costs.verify.at(columns) + costs.overhead
+
+            _, taken = with_texts([Offer()] * len(going_on), offers, seconds)
+            for place in taken:
+                drafts[going_on[place]] = self.cut(proposals[going_on[place]], offers[place])
+        self._allotted = drafts
+        return [len(draft.tokens) for draft in drafts]
+
     def get_candidates(  # type: ignore[override] # as in `Drafter`
         self,
         sequences: SequenceBatch,
         plan: RoundPlan,
         monitor: DraftMonitor,  # noqa: ARG002
     ) -> CandidateBatch:
-        """Propose as many tokens as are likely, within what the rows may draft."""
-        proposals = self.propose(sequences, plan.length_counts)
+        """Propose what `allot` has found, or as many tokens as are likely within what the rows may draft."""
+        if self._allotted is None:
+            proposals = self.propose(sequences, plan.length_counts)
+        else:
+            pairs = zip(self._allotted, plan.length_counts, strict=True)
+            proposals = [proposal if n else NOTHING for proposal, n in pairs]
         self._scores = [proposal.score for proposal in proposals]
-        return CandidateBatch.of_lists([proposal.tokens for proposal in proposals], sequences.device)
+        return CandidateBatch.of_lists([proposal.tokens for proposal in proposals], sequences.device, steps=1)
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self,
@@ -152,5 +214,5 @@ class TextDrafter(Drafter, Generic[Text]):
 
     def finish(self) -> None:
         """Let go of all texts."""
-        self._texts = []
+        self._texts, self._allotted = [], None
         del self.call
