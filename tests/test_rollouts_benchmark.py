@@ -36,7 +36,7 @@ def test_every_method_writes_as_much_and_what_is_kept_is_recorded_once(
     assert set(results) == set(benchmark["METHODS"])
     assert not torch.equal(pair.target.lm_head.weight, before)
     assert results["generate"]["recorded_passes"] == []
-    anew, kept = results["speculation"]["recorded_passes"], results["speculation_kept"]["recorded_passes"]
-    assert min(anew) > 0
-    assert sum(kept) < sum(anew)
+    freed, kept = results["speculation"]["recorded_passes"], results["speculation_kept"]["recorded_passes"]
+    assert min(freed) > 0
+    assert sum(kept) < sum(freed)
     assert results["speculation"]["acceptance_rate"] > 0
