@@ -108,6 +108,19 @@ def only_records_outputs(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
+def leaves_arithmetic_alone(hook: Any) -> bool:
+    """Whether a hook does nothing in a pass without gradients.
+
+    Those that record do not, nor do those that ask for gradients of the embeddings, as training adapters does.
+    """
+    package = (getattr(hook, "__module__", None) or "").partition(".")[0]
+    asks = package in ("transformers", "peft") and hook.__name__ in GRADIENT_HOOKS
+    return asks or only_records_outputs(hook)
+
+
+GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+
+
 def hidden_states_argument(layers: Sequence[int]) -> list[int] | bool:
     """Return what `output_hidden_states` has to be for the hidden states of some layers, and as few others as possible.
 

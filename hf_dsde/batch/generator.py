@@ -122,7 +122,7 @@ class BatchGenerator(Fingerprinted):
         **generate_kwargs: Any,
     ) -> None:
         self._model = unwrapped("model", model)
-        self._draft = job_draft(assistant_model, self._model)
+        self._draft = job_draft(assistant_model, self._model, tokenizer, generate_kwargs.get("assistant_tokenizer"))
         self._tokenizer = tokenizer
         self._batch_size = check_integer("batch_size", batch_size, 1)
         self._cache_budget = None if cache_budget is None else check_integer("cache_budget", cache_budget, 1)

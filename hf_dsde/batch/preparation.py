@@ -25,6 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_dsde.batch.requests import Request
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.processing.functions import serves_every_row
+from hf_dsde.drafting.translated import TranslatedDrafter
 from hf_dsde.integration import encoders, validation
 from hf_dsde.integration.drafters import model_of
 from hf_dsde.integration.images import IMAGE_ARGUMENTS
@@ -113,7 +114,7 @@ class Preparation:
         draft_model = model_of(draft)
         encoders.check_jobs(model)
         validation.check_models(model, draft_model, packed_attention)
-        if draft_model is not None:
+        if draft_model is not None and not isinstance(draft, TranslatedDrafter):
             validation.check_tokenizers(model, draft_model, tokenizer, arguments.get("assistant_tokenizer"))
         self._model = model
         asked = ("stop_strings", "assistant_tokenizer")

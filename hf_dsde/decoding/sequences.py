@@ -14,6 +14,7 @@ anyway. Whoever looks at tokens on the host looks there, and nobody waits for th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,24 @@ from torch import Tensor
 from hf_dsde.execution.prompt_inputs import PromptInputs
 from hf_dsde.execution.spans import Span, flat_places
 from hf_dsde.utils.transfers import upload
+
+
+class Texts(Protocol):
+    """The rows' texts as a draft reads them: those of the batch, or the same in other tokens."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row, `[rows]`, int64."""
+
+    @property
+    def length_counts(self) -> list[int]:
+        """The same on the host."""
+
+    def tail(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return each row's last tokens and their positions, as `SequenceBatch.tail` does."""
+
+    def tokens_at(self, spans: Sequence[Span]) -> Tensor:
+        """Return the tokens of some spans, as `SequenceBatch.tokens_at` does."""
 
 
 class SequenceBatch:

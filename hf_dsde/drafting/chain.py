@@ -24,15 +24,14 @@ from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sampling import choose
-from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.sequences import SequenceBatch, Texts
 from hf_dsde.drafting.proposal import Proposal
-from hf_dsde.drafting.shown_text import ShownText
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.pass_seconds import pass_seconds
-from hf_dsde.execution.recorded_chain import Chain, best_tokens
+from hf_dsde.execution.recorded_chain import Chain, Proposable, best_tokens
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep
@@ -79,7 +78,7 @@ class ChainDrafter(Drafter):
     def _make_runner(self, call: DraftCall) -> ModelRunner:
         """Return what runs the draft's passes in a call."""
 
-    def _read_text(self, call: DraftCall) -> SequenceBatch | ShownText:
+    def _read_text(self, call: DraftCall) -> Texts:
         """Return what the draft reads of the batch's text; positions are those in it."""
         return call.sequences
 
@@ -127,16 +126,17 @@ class ChainDrafter(Drafter):
         """Make a cache for the batch, or take over an earlier call's."""
         super().start(call)
         sequences = call.sequences
-        self._text = self._read_text(call)
         self._runner = self._make_runner(call)
         self._runner.cache.limit = call.cache_limit
         self._device = self._runner.device
         self._tuning = tuning_of(self._device)
         self._vocabulary_size = call.vocabulary_size
+        self._proposable: Proposable = call.vocabulary_size
         self._last_id = self.model.config.get_text_config(decoder=True).vocab_size - 1
         # The draft samples through the call's processors, as it should resemble the target.
         self._process = call.process if self._device == sequences.device else call.process.on(self._device)
         self._context = compat.context_length(self.model)
+        self._texts = self._read_text(call)
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
         self._staged: Callable[[], PassOutput] | None = None
@@ -190,7 +190,7 @@ class ChainDrafter(Drafter):
 
     def room(self) -> Tensor | None:
         """A row can draft until it has filled the draft's context."""
-        return None if self._context is None else (self._context - self._text.lengths).clamp_min(0)
+        return None if self._context is None else (self._context - self._texts.lengths).clamp_min(0)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out of the draft's passes."""
@@ -218,7 +218,7 @@ class ChainDrafter(Drafter):
         sequences, logits = self.call.sequences, output.logits
         self._steps = plan.width - 1
         if self._steps:
-            chain = self._chain(output, plan.lengths.to(self._device), max(self._text.length_counts))
+            chain = self._chain(output, plan.lengths.to(self._device), max(self._texts.length_counts))
             drafted = self._runner.chain(replace(chain, goes_on=self._begun_steps > 0))
             if drafted is None:
                 self._steps = 0
@@ -227,9 +227,9 @@ class ChainDrafter(Drafter):
             if drafted.logits is not None:
                 logits = torch.cat([logits, drafted.logits], dim=1)
         else:
-            tokens = best_tokens(self.model, logits, self._vocabulary_size)
+            tokens = self._best(logits)
         return CandidateBatch(
-            tokens.to(sequences.device),
+            self._of_target(tokens).to(sequences.device),
             plan.lengths,
             host_lengths=plan.length_counts,
             steps=1 + max(self._steps, self._begun_steps),
@@ -246,15 +246,14 @@ class ChainDrafter(Drafter):
         """
 
         def first_block() -> RowBlock:
-            tokens = best_tokens(self.model, output.logits, self._vocabulary_size)
-            return self._drafted_block(tokens, self._text.lengths[:, None].to(self._device), output)
+            return self._drafted_block(self._best(output.logits), self._texts.lengths[:, None].to(self._device), output)
 
         return Chain(
             first_block,
             lengths,
             steps=self._steps,
             longest=longest + self._steps,
-            vocabulary=self._vocabulary_size,
+            vocabulary=self._proposable,
             exit_layer=self.exit_layer,
             keeps_logits=self._keeps_logits,
         )
@@ -267,7 +266,7 @@ class ChainDrafter(Drafter):
         drafted = torch.zeros_like(lengths)
         drafting = lengths > 0
         proposal = Proposal()
-        ends = self._text.lengths.to(self._device)
+        ends = self._texts.lengths.to(self._device)
         following: Callable[[], PassOutput] | None = None
         for position in range(plan.width):
             if following is not None:
@@ -300,7 +299,7 @@ class ChainDrafter(Drafter):
             drafting: Rows that take part, `[rows]`, bool.
         """
         if self._nobody_looks:  # the best tokens alone need no distributions over the target's vocabulary
-            tokens = best_tokens(self.model, logits, self._vocabulary_size)
+            tokens = self._of_target(self._best(logits))
             return DraftStep(position, tokens, logits, logits, drafting), None
         logits = self._align(logits)
         counts = [int(position < length) for length in plan.length_counts]
@@ -347,7 +346,7 @@ class ChainDrafter(Drafter):
 
     def _catch_up(self, plan: RoundPlan) -> PassOutput:
         """Feed what each row misses up to its last token; return what the pass gave of that."""
-        lengths = self._text.length_counts
+        lengths = self._texts.length_counts
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         fits = [
             drafts > 0
@@ -377,8 +376,21 @@ class ChainDrafter(Drafter):
     ) -> Callable[[], PassOutput]:
         """Get a draft step ready that feeds the tokens of the one before."""
         places = (ends + position - 1).masked_fill(~drafting, -1)
-        longest = max(self._text.length_counts) + position
-        return self._runner.stage(self._drafted_block(tokens[:, None], places[:, None], before), longest, keep=1)
+        longest = max(self._texts.length_counts) + position
+        block = self._drafted_block(self._as_fed(tokens)[:, None], places[:, None], before)
+        return self._runner.stage(block, longest, keep=1)
+
+    def _best(self, logits: Tensor) -> Tensor:
+        """Return the best tokens as the draft is fed them, `[...]`, int64."""
+        return best_tokens(self.model, logits, self._proposable)
+
+    def _as_fed(self, tokens: Tensor) -> Tensor:
+        """Return proposed tokens as the draft is fed them."""
+        return self._clamp_to_vocabulary(tokens)
+
+    def _of_target(self, tokens: Tensor) -> Tensor:
+        """Return tokens that the draft may be fed as the target knows them."""
+        return tokens
 
 
 def _only(block: RowBlock, rows: Tensor) -> RowBlock:

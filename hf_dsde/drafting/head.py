@@ -146,7 +146,7 @@ class HeadDrafter(ChainDrafter):
         return RowBlock(self._clamp_to_vocabulary(tokens), positions, states=states)
 
     def _drafted_block(self, tokens: Tensor, places: Tensor, before: PassOutput) -> RowBlock:
-        return RowBlock(self._clamp_to_vocabulary(tokens), places - 1, states=before.hidden[0])
+        return RowBlock(tokens, places - 1, states=before.hidden[0])
 
     def _held(self, length: int, matches: int, drafted: int) -> int:  # noqa: ARG002
         """What was fed with the target's states."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_dsde.decoding.drafter import DraftCall
-from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.sequences import Texts
 from hf_dsde.drafting.chain import UNKNOWN_TOKEN_LOGIT, ChainDrafter
-from hf_dsde.drafting.shown_text import ShownText, shown_text
+from hf_dsde.drafting.shown_text import shown_text
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
@@ -34,18 +34,21 @@ class ModelDrafter(ChainDrafter):
     """
 
     def _make_runner(self, call: DraftCall) -> ModelRunner:
+        return self._runner_of(call, call.capacity)
+
+    def _runner_of(self, call: DraftCall, capacity: int) -> ModelRunner:
         options = call.config.options
         return create_runner(
             self.model,
             call.sequences.rows,
-            call.capacity,
+            capacity,
             options,
             call.config.runner,
             RECORDED_WIDTHS,
             encoded=call.encoded,
         )
 
-    def _read_text(self, call: DraftCall) -> SequenceBatch | ShownText:
+    def _read_text(self, call: DraftCall) -> Texts:
         """Text alone, unless the draft looks at the same images as the target."""
         inputs = call.sequences.inputs
         self._inputs = None if inputs is None else inputs.shown_to(self.model)
@@ -67,14 +70,14 @@ class ModelDrafter(ChainDrafter):
         return stored
 
     def _text_block(self, width: int) -> RowBlock:
-        tokens, positions = self._text.tail(width)
+        tokens, positions = self._texts.tail(width)
         if self._inputs is not None:  # of these prompts, only the last token is text alone
-            last = self._text.lengths - self.call.sequences.generated - 1
+            last = self._texts.lengths - self.call.sequences.generated - 1
             positions = positions.masked_fill(positions < last[:, None], -1)
         return RowBlock(self._clamp_to_vocabulary(tokens), positions)
 
     def _drafted_block(self, tokens: Tensor, places: Tensor, before: PassOutput) -> RowBlock:  # noqa: ARG002
-        return RowBlock(self._clamp_to_vocabulary(tokens), places)
+        return RowBlock(tokens, places)
 
     def _held(self, length: int, matches: int, drafted: int) -> int:
         """What was caught up, and the draft tokens that were accepted; the last one was proposed but never fed."""
@@ -88,8 +91,7 @@ class ModelDrafter(ChainDrafter):
         return 2
 
     def _store_missing(self, rows: Sequence[int]) -> bool:
-        text = self._text
-        lengths = text.length_counts
+        lengths = self._texts.length_counts
         spans = []
         for row in rows:
             end = lengths[row] - 1
@@ -98,7 +100,7 @@ class ModelDrafter(ChainDrafter):
         spans = [span for span in spans if span.count > 0]
         if not spans:
             return False
-        self._runner.store(spans, self._clamp_to_vocabulary(text.tokens_at(spans)))
+        self._runner.store(spans, self._clamp_to_vocabulary(self._texts.tokens_at(spans)))
         for span in spans:
             self._cached[span.row] = span.end
         return True

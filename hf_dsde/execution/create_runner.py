@@ -21,6 +21,7 @@ from hf_dsde.execution.fused_head import fused_decoder
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.training_mode import acts_in_training
 from hf_dsde.execution.workspaces import workspace_key, workspaces
 from hf_dsde.execution.wrappers import innermost
 from hf_dsde.kernels.dispatch import ops_for
@@ -92,8 +93,10 @@ def create_runner(
             key = workspace_key(model, rows, options, fused)
             state = None if key is None else key[1:]
         reason = _failure(model, state)
-    elif model.training:
-        workspaces.release(model)  # whoever trains needs the memory
+        if model.training and key is None:
+            reason = "it is in training mode, and what modules of other packages do there is not known; call eval()"
+    if reason is not None and model.training:
+        workspaces.make_room_for_training(model)
     if reason is not None:
         _warn(model, reason)
         return eager()
@@ -150,8 +153,9 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         return f"its layers are on several devices ({', '.join(sorted(map(str, devices)))})"
-    if model.training:
-        return "it is in training mode; call model.eval()"
+    acting = acts_in_training(model)
+    if acting is not None:
+        return f"it is in training mode, in which {acting} changes what it computes; call model.eval()"
     hooked = [name for name, module in model.named_modules() if _has_hooks(module)]
     if hooked:
         return f"hooks run in its forward pass, the first in {hooked[0] or 'the model itself'!r}"
@@ -172,7 +176,7 @@ def _looks_for_outliers(module: torch.nn.Module) -> bool:
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return hasattr(module, "_hf_hook") or not all(map(compat.only_records_outputs, hooks))
+    return hasattr(module, "_hf_hook") or not all(map(compat.leaves_arithmetic_alone, hooks))
 
 
 def _failure(model: PreTrainedModel, state: Hashable) -> str | None:

@@ -77,6 +77,7 @@ _LAYER_PARTS = {
 _QK_NORMS = {".self_attn.q_norm": "RMSNorm", ".self_attn.k_norm": "RMSNorm"}
 _OTHER_ARITHMETIC = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "pretraining_tp": 1}
 """Fields that ask for other arithmetic unless they have this value, where a configuration has them."""
+TRL_HEAD = ("trl.trainer.utils", "_fused_forward")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -192,16 +193,27 @@ def _structural_reasons(model: nn.Module) -> Iterator[str]:
         yield from _attachments("mlp.act_fn", activation)
 
 
+def _is_own_forward(module: nn.Module, function: Any) -> bool:
+    """Whether a function is a module's own `forward`, also inside what TRL puts around it.
+
+    That computes log-probabilities without logits where a call asks for them, and hands every other call on.
+    """
+    own = type(module).forward
+    code = getattr(function, "__code__", None)
+    hands_on = code is not None and (getattr(function, "__globals__", {}).get("__name__"), code.co_name) == TRL_HEAD
+    return function is own or (hands_on and getattr(function, "__wrapped__", None) is own)
+
+
 def _attachments(name: str, module: nn.Module) -> Iterator[str]:
     """What would happen around a module's `forward` if it were called."""
     replaced = module.__dict__.get("forward")
     # Taking off an accelerate hook leaves the module's own method as an attribute, which changes nothing.
-    if replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward:
+    if replaced is not None and not _is_own_forward(module, getattr(replaced, "__func__", replaced)):
         yield f"`forward` of {name} was replaced, and a fused pass does not call it"
     if hasattr(module, "_hf_hook"):
         yield f"{name} has an accelerate hook, which a fused pass would not run"
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    if not all(map(compat.only_records_outputs, hooks)):
+    if not all(map(compat.leaves_arithmetic_alone, hooks)):
         yield f"{name} has a forward hook, which a fused pass would not run"
 
 

@@ -25,7 +25,7 @@ from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
+from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain, Proposable
 from hf_dsde.execution.recording_key import is_compiled
 from hf_dsde.execution.row_block import LENDINGS, PACKED_WIDTHS, RowBlock, Shape, somewhat_larger
 from hf_dsde.execution.spans import Span, portions, total_count
@@ -138,7 +138,8 @@ class GraphRunner(EagerRunner):
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""
-        if self._options.keep_memory and self._recording:
+        if self._options.keep_memory is not False and self._recording:
+            self._workspace.until_training = self._options.keep_memory is None
             workspaces.give_back(self.model, self._workspace)
 
     def stage(self, block: RowBlock, longest: int, keep: int | None = None) -> Callable[[], PassOutput]:
@@ -346,7 +347,7 @@ class GraphRunner(EagerRunner):
 
         return RecordedPass(self._workspace.capture(body), buffers, block)
 
-    def _record_chain(self, rows: int, vocabulary: int, exit_layer: int | None, reach: int) -> RecordedPass:
+    def _record_chain(self, rows: int, vocabulary: Proposable, exit_layer: int | None, reach: int) -> RecordedPass:
         buffers = self._new_buffers(rows, 1)
         step, block = ChainStep(buffers, vocabulary), None
         if self._fused is None:

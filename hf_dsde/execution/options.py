@@ -19,8 +19,11 @@ class RuntimeOptions:
         fused_layers: Whether a recorded pass of a model of a known structure uses this package's kernels between the
             model's matrix products. Without, the model's own forward pass is recorded.
         max_graphs: The most recorded passes a model keeps. Each takes memory on the device.
-        keep_memory: Whether caches and recorded passes stay on the device for the next call. Without, each call
-            records its passes again: for loops that train between two calls, and need the memory.
+        keep_memory: Whether caches and recorded passes stay on the device for the next call. None: as long as the
+            target is in evaluation; `train()` of an enabled model frees them, its draft's too, and a call in training
+            mode leaves nothing. True: also while it trains; passes that were recorded once serve all rollouts, since
+            optimizers write to weights in place. False: never. Whatever is freed is made again by the next call.
+            There is no half of it: recorded passes know the addresses of their cache, and are worth nothing without.
         prefill_chunk: Prompt tokens of all rows together in a pass that stores them. Fewer take less memory.
         view_bucket: Where the model's own forward pass runs, it sees a multiple of this many slots of the cache. More
             mean fewer passes to record for long texts, and more slots that are read without need.
@@ -33,7 +36,7 @@ class RuntimeOptions:
 
     fused_layers: bool = True
     max_graphs: int = 256
-    keep_memory: bool = True
+    keep_memory: bool | None = None
     prefill_chunk: int = 8192
     view_bucket: int = 64
     packed_attention: bool = True
@@ -42,8 +45,10 @@ class RuntimeOptions:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name in ("fused_layers", "keep_memory", "packed_attention", "drop_finished_rows", "cost_probe"):
+        for name in ("fused_layers", "packed_attention", "drop_finished_rows", "cost_probe"):
             check_flag(name, getattr(self, name))
+        if self.keep_memory is not None:
+            check_flag("keep_memory", self.keep_memory)
         for name in ("max_graphs", "prefill_chunk", "view_bucket"):
             check_integer(name, getattr(self, name), 1)
 

@@ -19,14 +19,33 @@ LONGEST_CHAIN = 64
 """Tokens of a row that are kept while it drafts."""
 
 
-def best_tokens(model: PreTrainedModel, logits: Tensor, vocabulary: int) -> Tensor:
-    """Return the target's ids of the best tokens, `[...]`, int64.
+@dataclass(frozen=True, eq=False)
+class SharedTokens:
+    """What a draft of another tokenizer may propose. It is compared by identity: a recorded step reads this tensor.
+
+    Attributes:
+        ids: The draft's ids of tokens that the target has too, `[shared]`, int64, on the draft's device.
+    """
+
+    ids: Tensor
+
+
+Proposable = int | SharedTokens
+"""The size of the target's vocabulary, below which ids mean the same to both; or which tokens they share."""
+
+
+def best_tokens(model: PreTrainedModel, logits: Tensor, vocabulary: Proposable) -> Tensor:
+    """Return the best tokens as the draft is fed them, `[...]`, int64.
+
+    These are the target's ids, unless the draft has a vocabulary of its own.
 
     Args:
         model: The draft.
         logits: Its own, `[..., its vocabulary]`.
-        vocabulary: Size of the target's vocabulary: what only the draft has is not proposed.
+        vocabulary: What may be proposed: nothing that only the draft has.
     """
+    if isinstance(vocabulary, SharedTokens):
+        return vocabulary.ids[logits.index_select(-1, vocabulary.ids).argmax(dim=-1)]
     best = logits[..., :vocabulary].argmax(dim=-1)
     ids = model.draft_ids if isinstance(model, DraftHead) else None
     return best if ids is None else ids[best]
@@ -42,7 +61,7 @@ class Chain:
         lengths: Tokens that each row drafts in all, `[rows]`, int64; what it gets beyond is anything.
         steps: Tokens that the row which drafts most drafts after its first; at least 1.
         longest: A bound, known without asking the device, on the largest slot + 1.
-        vocabulary: Size of the target's vocabulary.
+        vocabulary: What may be proposed.
         exit_layer: The layer that passes end after, if not all are run.
         keeps_logits: Whether somebody looks at what the tokens were chosen from.
         goes_on: Whether the steps of the runner's last chain are the first ones of this one.
@@ -52,7 +71,7 @@ class Chain:
     lengths: Tensor
     steps: int
     longest: int
-    vocabulary: int
+    vocabulary: Proposable
     exit_layer: int | None = None
     keeps_logits: bool = False
     goes_on: bool = False
@@ -77,7 +96,7 @@ class ChainStep:
 
     Args:
         buffers: What the pass reads, of one column. Its tokens are replaced by the last line of `tokens`.
-        vocabulary: Size of the target's vocabulary.
+        vocabulary: What may be proposed.
 
     Attributes:
         tokens: A line per step, the last one on the bottom, `[LONGEST_CHAIN, rows]`, int64.
@@ -85,7 +104,7 @@ class ChainStep:
         left: Tokens that each row drafts yet, those that are fed next included, `[rows, 1]`, int64.
     """
 
-    def __init__(self, buffers: BlockBuffers, vocabulary: int) -> None:
+    def __init__(self, buffers: BlockBuffers, vocabulary: Proposable) -> None:
         rows, _ = buffers.tokens.shape
         self.buffers = buffers
         self.tokens = buffers.tokens.new_zeros(LONGEST_CHAIN, rows)

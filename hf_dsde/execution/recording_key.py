@@ -20,6 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_dsde import compat
@@ -31,7 +32,7 @@ ADAPTERS = "peft"
 """The package whose modules sit around those of a model."""
 KNOWN_PACKAGES = QUANTISERS | {"torch", "transformers", ADAPTERS, "hf_dsde"}
 """Their modules compute what weights, attributes and configuration say. Others may ask whatever they like."""
-KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate"}
+KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate", "trl"}
 """Their functions may take the place of a module's `forward`, and call only what they were made with."""
 
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"} | {compat.CAPTURE_MARK, compat.POSITION_MEMORY}
@@ -179,6 +180,8 @@ def _identity(value: Any) -> Any:
     """Compares equal for the very same object, as long as it lives, and does not keep it alive."""
     if isinstance(value, MethodType):
         return _identity(value.__func__), _identity(value.__self__)
+    if isinstance(value, RemovableHandle):  # of a hook, which is looked at itself
+        return RemovableHandle
     try:
         return _Same(value)
     except TypeError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ class Workspace:
         cache: Keys and values.
         passes: Recorded passes of all states, under keys that begin with the state's number.
         capture: Records further ones.
+        until_training: Whether it goes when the model, or the target that the model drafts for, is trained.
         anchor: Holds the memory that recordings share while there are none, so that it is used again: torch takes that
             of a pool without recordings back only when a device has run out of memory.
         state: Number of the adapters' state that is recorded and replayed now.
@@ -91,6 +92,7 @@ class Workspace:
     cache: RaggedCache
     passes: CapturedPasses[RecordedPass]
     capture: Capture
+    until_training: bool = False
     anchor: Replay[Tensor] | None = None
     state: int = 0
     states: dict[int, Key] = field(default_factory=dict)
@@ -134,6 +136,7 @@ class Workspaces:
 
     def __init__(self) -> None:
         self._idle: WeakKeyDictionary[PreTrainedModel, list[Workspace]] = WeakKeyDictionary()
+        self._drafts: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def take(self, model: PreTrainedModel, key: WorkspaceKey | None, capacity: int) -> Workspace | None:
@@ -171,6 +174,19 @@ class Workspaces:
         """Free all idle workspaces of a model."""
         with self._lock:
             self._idle.pop(model, None)
+
+    def join(self, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+        """Let what the draft keeps until training go with what the target does."""
+        with self._lock:
+            self._drafts.setdefault(target, WeakSet()).add(draft)
+
+    def make_room_for_training(self, model: PreTrainedModel) -> None:
+        """Free what a model, and drafts that serve it, keep only until it is trained."""
+        with self._lock:
+            for each in (model, *self._drafts.pop(model, ())):
+                kept = [workspace for workspace in self._idle.pop(each, []) if not workspace.until_training]
+                if kept:
+                    self._idle[each] = kept
 
 
 workspaces = Workspaces()

@@ -158,8 +158,8 @@ def may_depend_on_rows(model: PreTrainedModel) -> bool:
 
 
 def _hooks(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, Callable[..., Any]]]:
-    """Yield the hooks of forward passes, but for those that transformers leaves in models."""
+    """Yield the hooks of forward passes, but for those that do nothing there."""
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if not compat.only_records_outputs(hook):
+            if not compat.leaves_arithmetic_alone(hook):
                 yield module, hook

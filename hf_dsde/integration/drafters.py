@@ -27,6 +27,8 @@ from hf_dsde.drafting.lookup.suffix import SuffixDrafter
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.drafting.per_row import PerRowDrafter
+from hf_dsde.drafting.translated import TranslatedDrafter
+from hf_dsde.drafting.translation import Translation
 from hf_dsde.execution.wrappers import unwrapped
 from hf_dsde.integration import vocabularies
 from hf_dsde.integration.heads import is_head
@@ -38,6 +40,8 @@ Assistant = PreTrainedModel | Drafter | CandidateGenerator | str | Sequence[PreT
 list of a drafter out of texts and a model, a generator of transformers or of the user's; None where the generation
 config asks for prompt lookup, or for the target's own layers for multi-token prediction."""
 
+LEAST_SHARE = 0.25
+"""Share of the smaller vocabulary below which shared tokens are too few to write a text with."""
 EARLY_EXIT = "early_exit"
 """The name of the drafter that runs layers of the target, as a model would draft: others by name draft out of texts."""
 
@@ -61,8 +65,19 @@ def check_name(name: str) -> None:
     check_choice("assistant_model", name, NAMED_DRAFTERS, way_out=way_out)
 
 
-def job_draft(assistant: Any, target: PreTrainedModel) -> PreTrainedModel | Drafter:
+def job_draft(
+    assistant: Any,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PreTrainedModel | Drafter:
     """Return what drafts for a target in all calls of a job: a model, out of what wraps it, or a drafter.
+
+    Args:
+        assistant: As `Assistant` says, but for generators.
+        target: The target.
+        tokenizer: As for `drafter_for`.
+        assistant_tokenizer: As for `drafter_for`.
 
     Raises:
         TypeError: If it is something else.
@@ -74,7 +89,13 @@ def job_draft(assistant: Any, target: PreTrainedModel) -> PreTrainedModel | Draf
         return NAMED_DRAFTERS[assistant](target)
     if isinstance(assistant, (list, tuple)):
         return _hybrid(assistant, target)
-    return assistant if isinstance(assistant, Drafter) else unwrapped("assistant_model", assistant)
+    if isinstance(assistant, Drafter):
+        return assistant
+    draft = unwrapped("assistant_model", assistant)
+    translation = _translation(target, draft, tokenizer, assistant_tokenizer)
+    if translation is None or translation.share < LEAST_SHARE:
+        return draft
+    return model_drafter(draft, translation)
 
 
 def _hybrid(assistants: Sequence[Any], target: PreTrainedModel) -> HybridDrafter:
@@ -121,8 +142,8 @@ def drafter_for(
         generation_config: Of the call.
         processors: Of the call.
         tokenizer: The target's tokenizer, if it was given.
-        assistant_tokenizer: The draft's tokenizer, likewise. If both are there and their vocabularies differ, drafts
-            are translated through their text, row by row.
+        assistant_tokenizer: The draft's tokenizer, likewise. If both are there and their vocabularies differ, the draft
+            proposes tokens that both have; where these are few, its text is translated, row by row.
     """
     if isinstance(assistant, (Drafter, str, list, tuple)):
         drafter = job_draft(assistant, target)
@@ -138,29 +159,50 @@ def drafter_for(
     if assistant is None:
         return _lookup(generation_config)
     draft = unwrapped("assistant_model", assistant)
-    if tokenizer is not None and assistant_tokenizer is not None and not is_head(draft):
-        shared = vocabularies.shared_size(target, draft)
-        different = vocabularies.differences(tokenizer, assistant_tokenizer, shared)
-        if different:
-            _warn_of_translation(different)
-            make = partial(_translating, draft, generation_config, tokenizer, assistant_tokenizer)
-            return PerRowDrafter(make, owner=draft)
-    return model_drafter(draft)
+    translation = _translation(target, draft, tokenizer, assistant_tokenizer)
+    if translation is not None and translation.share < LEAST_SHARE:
+        assert tokenizer is not None
+        assert assistant_tokenizer is not None
+        make = partial(_translating, draft, generation_config, tokenizer, assistant_tokenizer)
+        return PerRowDrafter(make, owner=draft)
+    return model_drafter(draft, translation)
 
 
-def model_drafter(draft: PreTrainedModel) -> ChainDrafter:
-    """Return what drafts with a model of the target's vocabulary, or with a head."""
-    return HeadDrafter(draft) if is_head(draft) else ModelDrafter(draft)
-
-
-def _warn_of_translation(different: Sequence[vocabularies.Difference]) -> None:
+def _translation(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
+) -> Translation | None:
+    """Return what translates between both tokenizers if they are given and differ, and say so."""
+    if tokenizer is None or assistant_tokenizer is None or is_head(draft):
+        return None
+    different = vocabularies.differences(tokenizer, assistant_tokenizer, vocabularies.shared_size(target, draft))
+    if not different:
+        return None
+    translation = vocabularies.translation(target, draft, tokenizer, assistant_tokenizer)
+    enough = translation.share >= LEAST_SHARE
+    then = "so those are what is drafted" if enough else "too few, so drafts are translated as text, row by row"
     warnings.warn(
         f"assistant_tokenizer: {len(different)} token ids differ from the target's "
-        f"({vocabularies.examples(different)}), so drafts are translated through their text, row by row. "
-        "A draft of the target's tokenizer is much faster.",
+        f"({vocabularies.examples(different)}). Both have {len(translation.shared)} tokens in common, "
+        f"{translation.share:.0%} of the smaller vocabulary, {then}. A draft of the target's tokenizer is better.",
         SpeculationWarning,
         stacklevel=2,
     )
+    return translation
+
+
+def model_drafter(draft: PreTrainedModel, translation: Translation | None = None) -> ChainDrafter:
+    """Return what drafts with a model of the target's vocabulary, with a head, or with a model of another vocabulary.
+
+    Args:
+        draft: The model.
+        translation: Between the tokenizers, if they differ.
+    """
+    if translation is not None:
+        return TranslatedDrafter(draft, translation)
+    return HeadDrafter(draft) if is_head(draft) else ModelDrafter(draft)
 
 
 def _copied(generator: CandidateGenerator, text: Tensor) -> CandidateGenerator:  # noqa: ARG001 - as `make` is called

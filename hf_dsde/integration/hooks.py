@@ -1,4 +1,4 @@
-"""How `generate` reaches the loop: a subclass per model class, with three methods of `GenerationMixin` overridden.
+"""How `generate` reaches the loop: a subclass per model class, with a few methods overridden.
 
 `generate` looks its decoding method up on the class, so an enabled model gets its class swapped for a cached subclass
 of the same name. Everything else about the model stays: saving, pickling, copying, and `generate` without a
@@ -27,8 +27,10 @@ from transformers.generation.utils import GenerateOutput
 
 from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import release_memory
+from hf_dsde.execution.workspaces import workspaces
 from hf_dsde.execution.wrappers import innermost
 from hf_dsde.integration import images, validation
+from hf_dsde.integration.defaults import forget_defaults, set_defaults, with_defaults
 from hf_dsde.integration.drafters import Assistant
 from hf_dsde.integration.generation import Speculation, generate_speculatively
 from hf_dsde.integration.outputs import SpeculativeOutput
@@ -111,11 +113,22 @@ def _assisted_decoding(
     )
 
 
+def _generate(parent: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    return parent(model, *args, **with_defaults(model, parent, args, kwargs))
+
+
+def _train(parent: Callable[..., Any], model: PreTrainedModel, mode: bool = True) -> Any:
+    if mode:
+        workspaces.make_room_for_training(model)
+    return parent(model, mode)
+
+
 _OVERRIDES: dict[str, Callable[..., Any]] = {
     "_prepare_generation_config": _prepare_generation_config,
     "_validate_generation_mode": _validate_generation_mode,
     "_assisted_decoding": _assisted_decoding,
 }
+_OF_ENABLED_MODELS = {**_OVERRIDES, "generate": _generate, "train": _train}
 
 
 def _override(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,26 +164,36 @@ def _new_enabled(model_class: Any) -> Any:
 @functools.cache
 def enabled_class(model_class: Any) -> Any:
     """Return the subclass of `model_class` whose `generate` knows `speculation_policy`."""
-    methods = {name: _override(getattr(model_class, name), method) for name, method in _OVERRIDES.items()}
+    methods = {name: _override(getattr(model_class, name), method) for name, method in _OF_ENABLED_MODELS.items()}
     copied = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     attributes = {**methods, **copied, "_hf_dsde_own_class": model_class}
     return type(model_class.__name__, (_Enabled, model_class), attributes)
 
 
-def enable(model: PreTrainedModel) -> PreTrainedModel:
+def enable(model: PreTrainedModel, **defaults: Any) -> PreTrainedModel:
     """Teach one model's `generate` the arguments `speculation_policy`, `speculation_config`, `speculation_listeners`.
+
+    Arguments that are given here are those of all calls that do not name them: for trainers and pipelines, which call
+    `generate` themselves. A call with `speculation_policy=None` goes the stock way then. `disable` forgets them, and
+    so does a copy.
 
     Args:
         model: The target, or a wrapper whose `generate` is that of the model inside it, such as PEFT's or that of
-            `torch.compile`. Enabling it twice does nothing.
+            `torch.compile`. Enabling it again changes the defaults, if any are given, and nothing else.
+        **defaults: `assistant_model`, and with it any of `speculation_policy` ("auto" unless it or
+            `speculation_config` is given), `speculation_config`, `speculation_listeners`, `tokenizer` and
+            `assistant_tokenizer`.
 
     Returns:
         The same object.
 
     Raises:
-        TypeError: If the object has no `generate` of transformers.
+        TypeError: If the object has no `generate` of transformers, or a default is unknown or of another type.
+        ValueError: If there are defaults and no assistant among them, or for any reason named in
+            `hf_dsde.integration.validation`.
     """
     inner = _generating(model)
+    set_defaults(inner, **defaults)
     if not isinstance(inner, _Enabled):
         own_class: Any = type(inner)
         inner.__class__ = enabled_class(own_class)
@@ -204,6 +227,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
             )
             raise TypeError(msg)
         inner.__class__ = own_class
+        forget_defaults(inner)
         release_memory(inner)
     return model
 
@@ -249,23 +273,28 @@ def _with_model(method: Callable[..., Any]) -> Callable[..., Any]:
     return on_model
 
 
-_originals: dict[str, Callable[..., Any]] = {}
+_originals: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def install() -> None:
-    """Teach the `generate` of every transformers model, present and future. Installing twice does nothing."""
+    """Teach the `generate` of every transformers model, present and future. Installing twice does nothing.
+
+    What drafts for which model is said in each call, or by `enable`.
+    """
     if _originals:
         return
-    for name, method in _OVERRIDES.items():
-        _originals[name] = getattr(GenerationMixin, name)
-        setattr(GenerationMixin, name, _override(_originals[name], method))
+    methods: dict[tuple[type, str], Callable[..., Any]] = {(PreTrainedModel, "train"): _train}
+    methods |= {(GenerationMixin, name): method for name, method in _OVERRIDES.items()}
+    for (owner, name), method in methods.items():
+        _originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, _override(_originals[owner, name], method))
 
 
 def uninstall() -> None:
     """Undo `install`."""
     while _originals:
-        name, original = _originals.popitem()
-        setattr(GenerationMixin, name, original)
+        (owner, name), original = _originals.popitem()
+        setattr(owner, name, original)
 
 
 def generate(

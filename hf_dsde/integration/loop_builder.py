@@ -15,6 +15,8 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.token_feed import TokenFeed
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.encoder_states import EncoderStates
+from hf_dsde.execution.workspaces import workspaces
+from hf_dsde.integration.drafters import model_of
 
 Loop = TypeVar("Loop", bound=SpeculativeLoop)
 
@@ -54,6 +56,12 @@ def build_loop(
         draft_encoded: Likewise for a draft.
         **parts: The loop's other arguments.
     """
+    if config.options.keep_memory is None:
+        draft = model_of(drafter)
+        if model.training:  # its training takes the memory next
+            config = config.replace(options=config.options.replace(keep_memory=False))
+        elif draft is not None:
+            workspaces.join(model, draft)
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
     target = create_runner(
         model,

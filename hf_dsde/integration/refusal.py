@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 PLAIN = "Leave out `speculation_policy`, or `custom_generate`, in `model.generate` to decode it the stock way."
+PLAIN += " Where `enable` was given defaults, pass speculation_policy=None."
 
 
 def refuse(what: str, why: str) -> NoReturn:

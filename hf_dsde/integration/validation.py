@@ -293,8 +293,7 @@ def check_tokenizers(
             if found is not None
             else "pass another assistant_tokenizer if this one is wrong"
         )
-        others = "for other pairs, pass tokenizer and assistant_tokenizer to `generate`: drafts are translated then, "
-        others += "row by row."
+        others = "for other pairs, pass tokenizer and assistant_tokenizer: the draft then proposes the tokens of both."
         if compat.reads_encoder(draft):
             others = "drafts are translated from the text alone, and this one reads an encoder's states."
         _refuse(

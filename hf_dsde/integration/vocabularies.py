@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_dsde.drafting.translation import Translation
+
 KEPT_TOKENIZERS = 8
 """Tokenizers found beside models that are kept for further calls."""
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -22,6 +24,11 @@ Sizes = tuple[int, int, int]
 
 _compared: WeakKeyDictionary[
     PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, dict[Sizes, tuple[Difference, ...]]]
+] = WeakKeyDictionary()
+
+
+_translations: WeakKeyDictionary[
+    PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, ...], Translation]]
 ] = WeakKeyDictionary()
 
 
@@ -47,6 +54,22 @@ def _compare(ours: dict[str, int], theirs: dict[str, int], shared: int) -> tuple
     return tuple(sorted((i, first[i], second[i]) for i in both if i < shared and first[i] != second[i]))
 
 
+def translation(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_tokenizer: PreTrainedTokenizerBase,
+) -> Translation:
+    """Return what translates between two tokenizers, kept as `differences` keeps its answer."""
+    sizes = (_size(target), _size(draft))
+    key = (len(tokenizer), len(assistant_tokenizer), *sizes)
+    known = _translations.setdefault(tokenizer, WeakKeyDictionary()).setdefault(assistant_tokenizer, {})
+    if key not in known:
+        known.clear()
+        known[key] = Translation(tokenizer, assistant_tokenizer, *sizes)
+    return known[key]
+
+
 def examples(different: Sequence[Difference]) -> str:
     """Name the first few differing ids."""
     return ", ".join(f"{i}: {ours!r} against {other!r}" for i, ours, other in different[:3])
@@ -54,7 +77,12 @@ def examples(different: Sequence[Difference]) -> str:
 
 def shared_size(target: PreTrainedModel, draft: PreTrainedModel) -> int:
     """Return below which number both models have all ids."""
-    return min(model.config.get_text_config(decoder=True).vocab_size for model in (target, draft))
+    return min(_size(target), _size(draft))
+
+
+def _size(model: PreTrainedModel) -> int:
+    size: int = model.config.get_text_config(decoder=True).vocab_size
+    return size
 
 
 def tokenizer_at(name_or_path: str | None) -> PreTrainedTokenizerBase | None:

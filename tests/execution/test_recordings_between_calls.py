@@ -53,6 +53,16 @@ def plain(target: PreTrainedModel) -> torch.Tensor:
     return target.generate(**INPUTS, max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
+HARMLESS_DROPOUT = 1e-12
+"""Makes training mode another one than evaluation and drops nothing."""
+
+
+def with_dropout(model: PreTrainedModel, rate: float) -> PreTrainedModel:
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = rate
+    return model
+
+
 def recorded_passes(recording: list[NotingCapture]) -> int:
     return sum(capture.recorded for capture in recording)
 
@@ -265,13 +275,50 @@ class TestMemory:
         assert not workspaces._idle.get(target)
         assert not workspaces._idle.get(draft)
 
-    @pytest.mark.filterwarnings("ignore::hf_dsde.RunnerWarning")
-    def test_training_frees_what_calls_have_kept(self) -> None:
+    def test_training_frees_what_calls_have_kept_for_both_models(self) -> None:
         target, draft = fresh_pair()
         generate(target, draft)
+        target.eval()
+        assert workspaces._idle.get(target)
+        assert workspaces._idle.get(draft)
         target.train()
-        generate(target, draft)
         assert not workspaces._idle.get(target)
+        assert not workspaces._idle.get(draft)
+
+    @pytest.mark.parametrize("dropout", [0.0, HARMLESS_DROPOUT])
+    @pytest.mark.filterwarnings("ignore::hf_dsde.RunnerWarning")
+    def test_a_call_in_training_mode_leaves_nothing_unless_it_is_to(self, dropout: float) -> None:
+        target, draft = fresh_pair()
+        hf_dsde.enable(target)
+        with_dropout(target, dropout)
+        generate(target, draft, keep_memory=True)
+        target.train()
+        generate(target, draft, keep_memory=True)
+        assert workspaces._idle.get(target)
+        generate(target, draft)
+        if not dropout:
+            assert not workspaces._idle.get(target)
+            assert not workspaces._idle.get(draft)
+
+    def test_another_targets_training_frees_nothing(self) -> None:
+        target, draft = fresh_pair()
+        generate(target, draft)
+        hf_dsde.enable(tiny_model()).train()
+        assert workspaces._idle.get(target)
+        assert workspaces._idle.get(draft)
+
+    def test_an_installation_hears_of_training_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        target, draft = fresh_pair()
+        hf_dsde.install()
+        try:
+            target.generate(
+                **INPUTS, max_new_tokens=4, do_sample=False, assistant_model=draft, speculation_policy="static"
+            )
+            assert workspaces._idle.get(target)
+            target.train()
+            assert not workspaces._idle.get(target)
+        finally:
+            hf_dsde.uninstall()
 
     def test_a_wrapper_names_the_model_inside(self) -> None:
         target = tiny_model()
@@ -291,7 +338,7 @@ class TestReasonsThatPass:
         for _ in range(2):
             handle = None
             if reason == "train":
-                target.train()
+                with_dropout(target, HARMLESS_DROPOUT).train()
             else:
                 handle = last_mlp(target).register_forward_hook(lambda *_: None)
             assert torch.equal(generate(target, draft), expected)
@@ -304,7 +351,8 @@ class TestReasonsThatPass:
 
     def test_each_is_told_once(self) -> None:
         target, draft = fresh_pair()
-        with pytest.warns(RunnerWarning, match="training mode"):
+        with_dropout(target, HARMLESS_DROPOUT)
+        with pytest.warns(RunnerWarning, match=r"training mode, in which '\S+self_attn' \(attention_dropout=1e-12\)"):
             generate(target.train(), draft)
         handle = target.eval().register_forward_hook(lambda *_: None)
         with pytest.warns(RunnerWarning, match="hooks"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,3 +141,12 @@ def test_the_way_out_that_is_named_exists_in_every_way_to_generate(
         with pytest.raises(ValueError, match="pass assistant_tokenizer to `generate` or `BatchGenerator`"):
             way()
         way(assistant_tokenizer=right)
+
+
+def test_tokenizers_that_were_translated_between_can_go() -> None:
+    ours, theirs = own_tokenizer(), own_tokenizer(swapped=(20, 41))
+    gone = [weakref.ref(ours), weakref.ref(theirs)]
+    assert serves(ours, theirs)
+    del ours, theirs
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
