@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sampling import choose
 from hf_dsde.decoding.sequences import SequenceBatch, Texts
-from hf_dsde.drafting.proposal import Proposal
+from hf_dsde.drafting.proposal import Prepared, Proposal
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import ModelRunner
@@ -41,20 +40,6 @@ from hf_dsde.utils.tuning import tuning_of
 UNKNOWN_TOKEN_LOGIT = -1e4
 """Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
 everything else leaves a distribution, and no NaN."""
-
-
-class Prepared(NamedTuple):
-    """What was run before the host knew what the round is to do.
-
-    Attributes:
-        output: Of the first pass.
-        width: Tokens of each row that it was fed.
-        steps: How many after it are under way.
-    """
-
-    output: PassOutput
-    width: int
-    steps: int
 
 
 class ChainDrafter(Drafter):

@@ -1,15 +1,31 @@
-"""What a round's draft steps bring, where the host is asked between them."""
+"""What draft steps bring: those before a round that begin early, and those with the host in between."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
+from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.policies.base import LOGIT_SIGNALS, DraftStep, Signal
+
+
+class Prepared(NamedTuple):
+    """What was run before the host knew what the round is to do.
+
+    Attributes:
+        output: Of the first pass.
+        width: Tokens of each row that it was fed.
+        steps: How many after it are under way.
+    """
+
+    output: PassOutput
+    width: int
+    steps: int
 
 
 @dataclass

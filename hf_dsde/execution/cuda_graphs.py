@@ -10,7 +10,6 @@ itself.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import warnings
@@ -289,15 +288,15 @@ class CapturedPasses(Generic[Entry]):
         self.captures += 1
         return entry
 
-    def choose(self, keys: Sequence[Hashable], most: float = math.inf) -> int:
+    def choose(self, keys: Sequence[Hashable], most: int | None = None) -> int:
         """Return which key's entry does for the first one: its own, or one that is there while that is rarely needed.
 
         Args:
             keys: The entry that fits best, then others that do as well, but take longer.
-            most: How often others do.
+            most: How often others do; None for always.
         """
         best = keys[0]
-        if best in self._entries or self._lent[best] >= most:
+        if best in self._entries or (most is not None and self._lent[best] >= most):
             return 0
         other = next((number for number, key in enumerate(keys) if key in self._entries), 0)
         self._lent[best] += other > 0

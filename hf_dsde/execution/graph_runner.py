@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 
 import torch
 from torch import Tensor
@@ -133,8 +132,9 @@ class GraphRunner(EagerRunner):
     def _nearest(self, shape: Shape, reach: int) -> Shape:
         """Return the shape, or a larger one that does as well if that is recorded."""
         shapes = list(somewhat_larger(shape, self._width_buckets, self._tuning.free_tokens))
-        keys = [self._key(each, reach) for each in shapes]
-        return shapes[self._workspace.passes.choose(keys, LENDINGS.get(shape[0], inf))]
+        return shapes[
+            self._workspace.passes.choose([self._key(each, reach) for each in shapes], LENDINGS.get(shape[0]))
+        ]
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""
