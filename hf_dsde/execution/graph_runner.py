@@ -117,8 +117,7 @@ class GraphRunner(EagerRunner):
         """Whether there is a recording that needs no larger cache."""
         if not self._recording or not self.cache.is_allocated or longest > self.cache.capacity:
             return False
-        reach = self._reach(longest)
-        return self._key(self._nearest(shape, reach), reach) in self._workspace.passes
+        return self._key(self._nearest(shape, r := self._reach(longest)), r) in self._workspace.passes
 
     def _key(self, shape: Shape, reach: int) -> Shape:
         """What a pass is recorded under."""
