@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import hf_dsde
 from hf_dsde.divergence import Verdict, compare_outputs
 
-pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 RUNS = {
     "eager": {"runner": "eager"},
     "eager, the model's attention": {"runner": "eager", "packed_attention": False},

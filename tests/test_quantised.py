@@ -33,7 +33,11 @@ from hf_dsde.execution.cuda_graphs import NoWaiting
 from hf_dsde.execution.recording_key import recording_key
 from hf_dsde.heads.dense_weights import dense_weight
 
-pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
+    pytest.mark.usefixtures("recording"),
+]
 INPUTS = ragged_batch((3, 8, 1, 5))
 PLAIN: dict[str, Any] = {**INPUTS, "do_sample": False, "max_new_tokens": 10}
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}

@@ -17,7 +17,11 @@ from hf_dsde.execution.recorded_chain import BegunChain, Chain
 from hf_dsde.measurement.rounds import RoundListener, RoundRecord
 from hf_dsde.policies import RoundOutcome, Signal
 
-pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
+    pytest.mark.usefixtures("recording"),
+]
 LENGTHS = [[3, 3, 3], [3, 1, 2], [5, 2, 5], [2, 2, 0], [4, 4, 4], [4, 4, 4], [1, 1, 1], [0, 0, 0], [3, 3, 3]]
 
 

@@ -39,7 +39,7 @@ from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.integration.drafters import job_draft
 from hf_dsde.integration.generation import Speculation
 
-pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 RUNNERS: dict[str, dict[str, Any]] = {
     "eager": {"runner": "eager"},
     "recorded": {"runner": "graph", "fused_layers": False},

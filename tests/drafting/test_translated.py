@@ -36,7 +36,7 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting.translated import TranslatedDrafter
 from hf_dsde.drafting.translation import Translation
 
-pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 EIGHT = ragged_batch([1, 5, 3, 7, 2, 4, 6, 8])
 
 

@@ -20,7 +20,7 @@ from hf_dsde.execution.encoder_states import EncoderStates
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 
-pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 
 CONFIG = config_of(cost_probe=False, view_bucket=8, max_draft_length=3)
 CALL: dict[str, Any] = {"language": "en", "max_new_tokens": 8}

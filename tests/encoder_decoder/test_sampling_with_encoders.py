@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import hf_dsde
 
-pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 
 TOKENS, DEPTH, ROWS = 6, 3, 2000
 RIGHT, WRONG = 1e-4, 1e-6

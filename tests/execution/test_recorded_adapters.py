@@ -17,7 +17,11 @@ from hf_dsde.execution.workspaces import workspaces
 
 peft = pytest.importorskip("peft")
 
-pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
+    pytest.mark.usefixtures("recording"),
+]
 INPUTS = ragged_batch([3, 7, 1])
 PLAIN: dict[str, Any] = {**INPUTS, "do_sample": False, "max_new_tokens": 6}
 NAMES = ("first", "second")

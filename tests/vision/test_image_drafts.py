@@ -23,7 +23,7 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.prompt_inputs import PromptInputs
 from hf_dsde.policies import StaticPolicy
 
-pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 
 PROMPTS = ([3, 5], [7], [4, 2, 1], [0, 1])
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import hf_dsde
 
-pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")]
 
 RIGHT, WRONG = 1e-4, 1e-6
 WORDS = torch.tensor([3, 4, 5, 6, 7])

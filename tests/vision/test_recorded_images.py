@@ -16,7 +16,11 @@ import hf_dsde
 from hf_dsde.execution.create_runner import RunnerWarning
 from hf_dsde.execution.fused_families import why_not_fused
 
-pytestmark = [pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"), pytest.mark.usefixtures("recording")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning"),
+    pytest.mark.usefixtures("recording"),
+]
 
 MIXED = ([3, 5], [7], [4, 2, 3])
 NOT_FUSED = ("gemma3", "paligemma", "aya_vision", "qwen3_vl_moe")
