@@ -174,7 +174,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _is_own_method(module: nn.Module) -> bool:
-    """Whether `forward` is the class's own, as it is left behind on the object when accelerate's hook is taken off."""
+    """Whether `forward` is the class's own, as it stays on the object when accelerate's hook is taken off."""
     forward: Any = vars(module)["forward"]
     return getattr(forward, "__func__", None) is type(module).forward
 
