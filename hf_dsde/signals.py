@@ -23,7 +23,30 @@ DEVICE_ELEMENTS = 1 << 24
 """Values that another device works on at once: 64 MiB of float32 for each tensor in between, and enough to be busy."""
 DRAFT_PROBABILITY_FLOOR = 1e-8
 """The smallest probability that the draft is taken to give a token, so that a KLD stays finite (at most 18.4 nats)."""
+UNKNOWN_TOKEN_LOGIT = -1e4
+"""Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
+everything else leaves a distribution, and no NaN."""
 _TINY = np.finfo(np.float32).tiny
+
+
+def over_vocabulary(logits: Tensor, ids: Tensor | None, size: int) -> Tensor:
+    """Put a draft's logits in the places of their tokens in the target's vocabulary.
+
+    Args:
+        logits: `[..., n]`, any float dtype.
+        ids: The target's id of each of the draft's tokens, `[n]`, int64, each at most once; None if they are the first
+            `n`, and n at most `size`.
+        size: Of the target's vocabulary.
+
+    Returns:
+        `[..., size]`, of their dtype; tokens that the draft lacks get `UNKNOWN_TOKEN_LOGIT`. `logits` itself if nothing
+        has to move.
+    """
+    if ids is None:
+        missing = size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=UNKNOWN_TOKEN_LOGIT) if missing else logits
+    everything = logits.new_full((*logits.shape[:-1], size), UNKNOWN_TOKEN_LOGIT)
+    return everything.index_copy_(-1, ids, logits)
 
 
 def token_probability(scores: Tensor, tokens: Tensor) -> Tensor:

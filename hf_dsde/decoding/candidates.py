@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.policies.base import LOGIT_SIGNALS, Signal
 from hf_dsde.utils.transfers import upload
 
@@ -46,8 +47,7 @@ class CandidateBatch:
         host_lengths: The same on the host, if it knows them; else they are fetched where something depends on them.
         law: How the tokens came about.
         steps: Forward passes of the draft.
-        logits: The draft's raw logits, `[rows, width, vocabulary]`, float32. None unless one of `LOGIT_SIGNALS` is
-            required.
+        logits: The draft's raw logits. None unless one of `LOGIT_SIGNALS` is required.
         entropy: Entropy of the raw distributions, `[rows, width]`, float32, nats. None unless required.
         confidence: Probability of each token under the processed scores, `[rows, width]`, float32. None unless
             required.
@@ -61,7 +61,7 @@ class CandidateBatch:
     law: Law = Deterministic()
     host_lengths: Sequence[int] | None = None
     steps: int = 0
-    logits: Tensor | None = None
+    logits: DraftLogits | None = None
     entropy: Tensor | None = None
     confidence: Tensor | None = None
     judged: CandidateBatch | None = None
@@ -117,7 +117,7 @@ class CandidateBatch:
             tokens=column,
             lengths=torch.zeros_like(lengths),
             host_lengths=[0] * len(lengths),
-            logits=distributions if required & LOGIT_SIGNALS else None,
+            logits=DraftLogits(distributions, None, vocabulary_size) if required & LOGIT_SIGNALS else None,
             entropy=scalars if Signal.ENTROPY in required else None,
             confidence=scalars if Signal.CONFIDENCE in required else None,
         )

@@ -105,13 +105,15 @@ def outcome_of(done: FinishedRound, required: frozenset[Signal], times: PhaseTim
         accepted = torch.where(candidates.lengths > 0, accepted, 0)
     by_name: dict[str, Tensor] = {}
     if candidates.logits is not None:
-        target_logits, draft_logits = done.logits[:, : candidates.width], candidates.logits
+        target_logits = done.logits[:, : candidates.width]
         if Signal.KLD in required:
-            by_name["kld"] = signals.kl_divergence(target_logits, draft_logits)
-        if Signal.REVERSE_KLD in required:
-            by_name["reverse_kld"] = signals.kl_divergence(draft_logits, target_logits)
-        if Signal.LOGITS in required:
-            by_name |= {"tokens": candidates.tokens, "draft_logits": draft_logits, "target_logits": target_logits}
+            by_name["kld"] = candidates.logits.divergence(target_logits)
+        if required & {Signal.REVERSE_KLD, Signal.LOGITS}:
+            draft_logits = candidates.logits.over_target()
+            if Signal.REVERSE_KLD in required:
+                by_name["reverse_kld"] = signals.kl_divergence(draft_logits, target_logits)
+            if Signal.LOGITS in required:
+                by_name |= {"tokens": candidates.tokens, "draft_logits": draft_logits, "target_logits": target_logits}
     if Signal.ACCEPTANCE in required:
         by_name["acceptance"] = _acceptance(done, candidates)
     if Signal.NEXT_TOKEN in required:

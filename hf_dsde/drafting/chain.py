@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_dsde import compat
 from hf_dsde.decoding.candidates import CandidateBatch
+from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
@@ -36,10 +37,6 @@ from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep
 from hf_dsde.utils.transfers import upload
 from hf_dsde.utils.tuning import tuning_of
-
-UNKNOWN_TOKEN_LOGIT = -1e4
-"""Logit of ids that the draft lacks: probability 0 in float32. Finite, so that a logits processor which forbids
-everything else leaves a distribution, and no NaN."""
 
 
 class ChainDrafter(Drafter):
@@ -104,8 +101,8 @@ class ChainDrafter(Drafter):
         """Return how many tokens of a row can be missing after a proposal, if none were before."""
 
     @abstractmethod
-    def _align(self, logits: Tensor) -> Tensor:
-        """Bring logits to the target's vocabulary, `[..., vocabulary]`: ids that the draft lacks get no probability."""
+    def _draft_logits(self, logits: Tensor) -> DraftLogits:
+        """Return the model's logits, without those of tokens that only it has."""
 
     def start(self, call: DraftCall) -> None:
         """Make a cache for the batch, or take over an earlier call's."""
@@ -218,7 +215,7 @@ class ChainDrafter(Drafter):
             plan.lengths,
             host_lengths=plan.length_counts,
             steps=1 + max(self._steps, self._begun_steps),
-            logits=self._align(logits).to(sequences.device) if self._keeps_logits else None,
+            logits=self._draft_logits(logits).to(sequences.device) if self._keeps_logits else None,
         )
 
     def _chain(self, output: PassOutput, lengths: Tensor, longest: int) -> Chain:
@@ -286,7 +283,7 @@ class ChainDrafter(Drafter):
         if self._nobody_looks:  # the best tokens alone need no distributions over the target's vocabulary
             tokens = self._of_target(self._best(logits))
             return DraftStep(position, tokens, logits, logits, drafting), None
-        logits = self._align(logits)
+        logits = self._draft_logits(logits).over_target()
         counts = [int(position < length) for length in plan.length_counts]
         scores = self._process(logits[:, None], self.call.sequences, counts, offset=position)[:, 0]
         tokens, probs = choose(scores, self.call.do_sample)

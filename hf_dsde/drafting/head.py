@@ -20,12 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde.decoding.candidates import CandidateBatch
+from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
-from hf_dsde.drafting.chain import UNKNOWN_TOKEN_LOGIT, ChainDrafter
+from hf_dsde.drafting.chain import ChainDrafter
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
@@ -48,10 +49,10 @@ place for what is no token."""
 class HeadDrafter(ChainDrafter):
     """Drafts with a head of EAGLE's kind (Li et al., arXiv 2401.15077, 2503.01840).
 
-    The head's logits are over its draft vocabulary; in the target's, all other tokens get `UNKNOWN_TOKEN_LOGIT`, which
-    is probability 0. So KL(target || draft) charges the target's probability outside of the draft vocabulary at the
-    floor of `signals.kl_divergence`, like any token that the draft thinks impossible: where the target wants such a
-    token, the draft is rejected, and a large divergence says so.
+    The head's logits are over its draft vocabulary; in the target's, all other tokens have probability 0. So
+    KL(target || draft) charges the target's probability outside of the draft vocabulary at the floor of
+    `signals.kl_divergence`, like any token that the draft thinks impossible: where the target wants such a token, the
+    draft is rejected, and a large divergence says so.
 
     Args:
         head: In evaluation, made for the target.
@@ -187,9 +188,8 @@ class HeadDrafter(ChainDrafter):
         states: Tensor = self._head.project([layer.to(self._device) for layer in hidden])
         return states.to(self._ring.dtype)
 
-    def _align(self, logits: Tensor) -> Tensor:
-        """Put logits in the places of their tokens."""
-        return over_target_vocabulary(self._head, logits, self._vocabulary_size)
+    def _draft_logits(self, logits: Tensor) -> DraftLogits:
+        return DraftLogits(logits, self._head.draft_ids, self._vocabulary_size)
 
 
 def ring_size(longest: int) -> int:
@@ -207,14 +207,3 @@ def prompt_state_bytes(head: DraftHead, target: PreTrainedModel) -> tuple[int, i
     """Return the bytes that a prompt's token takes while prompts are read: the target's states, and the head's."""
     features = len(head.feature_layers) * target.config.get_text_config(decoder=True).hidden_size
     return features * target.dtype.itemsize, PROMPT_COPIES * head.config.hidden_size * head.dtype.itemsize
-
-
-def over_target_vocabulary(head: DraftHead, logits: Tensor, size: int) -> Tensor:
-    """Put a head's logits in the places of their tokens in the target's vocabulary, `[..., size]`.
-
-    All other tokens get `UNKNOWN_TOKEN_LOGIT`.
-    """
-    if head.draft_ids is None:
-        return logits
-    everything = logits.new_full((*logits.shape[:-1], size), UNKNOWN_TOKEN_LOGIT)
-    return everything.index_copy_(-1, head.draft_ids, logits)

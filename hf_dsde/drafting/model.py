@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.decoding.drafter import DraftCall
 from hf_dsde.decoding.sequences import Texts
-from hf_dsde.drafting.chain import UNKNOWN_TOKEN_LOGIT, ChainDrafter
+from hf_dsde.drafting.chain import ChainDrafter
 from hf_dsde.drafting.shown_text import shown_text
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.model_runner import ModelRunner
@@ -105,9 +105,5 @@ class ModelDrafter(ChainDrafter):
             self._cached[span.row] = span.end
         return True
 
-    def _align(self, logits: Tensor) -> Tensor:
-        """Cut ids that only the draft has as well."""
-        missing = self._vocabulary_size - logits.shape[-1]
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=UNKNOWN_TOKEN_LOGIT)
-        return logits[..., : self._vocabulary_size]
+    def _draft_logits(self, logits: Tensor) -> DraftLogits:
+        return DraftLogits(logits[..., : self._vocabulary_size], None, self._vocabulary_size)

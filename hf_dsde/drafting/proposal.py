@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
+from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.policies.base import LOGIT_SIGNALS, DraftStep, Signal
 
@@ -63,14 +64,14 @@ class Proposal:
         def stacked(steps: Sequence[Tensor]) -> Tensor | None:
             return torch.stack(list(steps), dim=1).to(device) if steps else None
 
-        probs = stacked(self.probs)
+        probs, logits = stacked(self.probs), stacked(self.logits)
         return CandidateBatch(
             tokens=self.block(device),
             lengths=drafted.to(device),
             law=Deterministic() if probs is None else Sampled(probs),
             host_lengths=host_lengths,
             steps=len(self.tokens),
-            logits=stacked(self.logits),
+            logits=None if logits is None else DraftLogits(logits, None, logits.shape[-1]),
             entropy=stacked(self.entropy),
             confidence=stacked(self.confidence),
         )

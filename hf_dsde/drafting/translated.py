@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde.costs import BatchCosts
+from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.decoding.drafter import DraftCall, StagedStep
 from hf_dsde.decoding.sequences import SequenceBatch, Texts
-from hf_dsde.drafting.chain import UNKNOWN_TOKEN_LOGIT
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.drafting.translation import Translation
 from hf_dsde.execution.model_runner import ModelRunner
@@ -164,11 +164,9 @@ class TranslatedDrafter(ModelDrafter):
     def _of_target(self, tokens: Tensor) -> Tensor:
         return self._tables.to_target[tokens]
 
-    def _align(self, logits: Tensor) -> Tensor:
-        """Put the logits of shared tokens in their places."""
-        tables = self._tables
-        everything = logits.new_full((*logits.shape[:-1], self._vocabulary_size), UNKNOWN_TOKEN_LOGIT)
-        return everything.index_copy_(-1, tables.target_ids, logits.index_select(-1, tables.shared.ids))
+    def _draft_logits(self, logits: Tensor) -> DraftLogits:
+        shared = logits.index_select(-1, self._tables.shared.ids)
+        return DraftLogits(shared, self._tables.target_ids, self._vocabulary_size)
 
     def _follow(self, sequences: SequenceBatch, rows: Iterable[int]) -> None:
         """Add what is new in the target's texts of some rows to the draft's."""

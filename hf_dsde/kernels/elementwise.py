@@ -23,6 +23,7 @@ from hf_dsde.kernels.attention import ragged_attention
 from hf_dsde.kernels.branches import side_by_side
 from hf_dsde.kernels.chaining import await_inputs, chaining
 from hf_dsde.kernels.distribution import entropy_and_top
+from hf_dsde.kernels.divergence import kl_divergence
 from hf_dsde.kernels.launching import on_its_device
 from hf_dsde.kernels.linear import gated_linear, linears, pays
 from hf_dsde.kernels.nucleus import nucleus
@@ -31,6 +32,7 @@ __all__ = [
     "add_rms_norm",
     "entropy_and_top",
     "gated_linear",
+    "kl_divergence",
     "linears",
     "nucleus",
     "pays",

@@ -232,6 +232,21 @@ def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     return signals.entropy_of_(log_probabilities), top
 
 
+def kl_divergence(target_logits: Tensor, draft_logits: Tensor, ids: Tensor | None) -> Tensor:
+    """KL(target || draft) as in `signals.kl_divergence`, of a draft that need not know all of the target's tokens.
+
+    Args:
+        target_logits: `[rows, width, vocabulary]`, float32; -inf where the target excludes a token.
+        draft_logits: `[rows, width, n]`, float32, n at most the vocabulary.
+        ids: The target's id of each of the draft's tokens, `[n]`, int64, each at most once; None for its first n.
+
+    Returns:
+        Divergences, `[rows, width]`, float32, nats, at least 0.
+    """
+    everything = signals.over_vocabulary(draft_logits, ids, target_logits.shape[-1])
+    return signals.kl_divergence(target_logits, everything)
+
+
 def nucleus(scores: Tensor, best: Tensor, top_p: float) -> Tensor:
     """Keep the most likely ones of the best tokens whose probabilities reach a sum, and exclude all others.
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_dsde.drafting.chain import UNKNOWN_TOKEN_LOGIT
-from hf_dsde.drafting.head import over_target_vocabulary
 from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
@@ -26,6 +24,7 @@ from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 from hf_dsde.heads.head import DraftHead
 from hf_dsde.integration.heads import is_head
+from hf_dsde.signals import over_vocabulary
 
 POSITIONS_AT_ONCE = 128
 """Positions, over all rows, whose logits exist at the same time: 25 MB of them per model at 49,152 tokens."""
@@ -150,10 +149,7 @@ class _Scorer:
         with self._runner.active():
             output = self._runner.forward(RowBlock(block, slots), longest=self._tokens.shape[1])
         logits = output.logits.to(self._device)
-        missing = self._vocabulary - logits.shape[-1]
-        if missing > 0:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=UNKNOWN_TOKEN_LOGIT)
-        return output._replace(logits=logits[..., : self._vocabulary])
+        return output._replace(logits=over_vocabulary(logits[..., : self._vocabulary], None, self._vocabulary))
 
 
 class _HeadScorer:
@@ -193,7 +189,7 @@ class _HeadScorer:
         given = RowBlock(block, (slots - 1).clamp_min(-1), states=states[:, :-1])
         with self._runner.active():
             logits = self._runner.forward(given, longest=self._tokens.shape[1]).logits
-        logits = over_target_vocabulary(self._head, logits, self._vocabulary).masked_fill((slots == 0)[..., None], 0)
+        logits = over_vocabulary(logits, self._head.draft_ids, self._vocabulary).masked_fill((slots == 0)[..., None], 0)
         return PassOutput(logits.to(self._device))
 
     def _states(self, hidden: tuple[Tensor, ...]) -> Tensor:

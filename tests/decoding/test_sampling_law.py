@@ -194,7 +194,7 @@ def verify_against_raw_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> N
 
     def change(candidates: CandidateBatch) -> CandidateBatch:
         assert candidates.logits is not None
-        return replace(candidates, law=Sampled(candidates.logits.softmax(dim=-1)))
+        return replace(candidates, law=Sampled(candidates.logits.over_target().softmax(dim=-1)))
 
     mutate_drafter(monkeypatch, change)
 

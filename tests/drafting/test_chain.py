@@ -75,7 +75,7 @@ def proposals(
         assert candidates.width == max(candidates.host_lengths)
         assert candidates.steps >= candidates.width  # those count that began too early and were not wanted
         assert (candidates.logits is None) == (lengths is ScriptedLengths)
-        logits = candidates.tokens[..., None] if candidates.logits is None else candidates.logits
+        logits = candidates.tokens[..., None] if candidates.logits is None else candidates.logits.over_target()
         for row, length in enumerate(candidates.host_lengths):
             if length:
                 tokens = candidates.tokens[row, :length].tolist()

@@ -15,6 +15,7 @@ from tiny_policies import RandomLengths, ScriptedLengths
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_dsde import signals
 from hf_dsde.decoding import loop, run_ahead
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.draft_monitor import DraftMonitor
@@ -77,7 +78,7 @@ class Noted:
     def add(self, sequences: SequenceBatch, candidates: CandidateBatch) -> None:
         for row, length in enumerate(candidates.lengths.tolist()):
             if length:
-                logits = None if candidates.logits is None else candidates.logits[row, :length].clone()
+                logits = None if candidates.logits is None else candidates.logits.over_target()[row, :length]
                 drafted = candidates.tokens[row, :length].tolist()
                 self.proposals.append((sequences.host_text(row), drafted, logits))
 
@@ -89,7 +90,7 @@ class Noted:
             assert drafted == best, f"after {len(text)} tokens"
             if logits is not None:
                 torch.testing.assert_close(logits[:, guessed_ids(head)], expected.float(), rtol=1e-5, atol=1e-5)
-                assert (logits[:, outside] == heads.UNKNOWN_TOKEN_LOGIT).all()
+                assert (logits[:, outside] == signals.UNKNOWN_TOKEN_LOGIT).all()
 
 
 def checked_call(

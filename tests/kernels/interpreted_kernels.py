@@ -14,11 +14,13 @@ from interpreting import loops_with_new_numpy  # noqa: F401 - a fixture
 from kernel_cases import (
     ATTENTION_CASES,
     DISTRIBUTIONS,
+    DIVERGENCES,
     NUCLEI,
     AttentionCase,
     AttentionInput,
     make_attention,
     slow_attention,
+    slow_divergence,
     slow_entropy_and_top,
     slow_norm,
     slow_nucleus,
@@ -365,6 +367,24 @@ def test_entropy_and_top_are_those_of_the_definition(make):
     assert bool((entropy >= 0).all())
 
 
+@pytest.mark.parametrize("make", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_the_divergence_is_that_of_the_definition(make):
+    torch.manual_seed(0)
+    target, draft, ids = make()
+    found = kernels.kl_divergence(target, draft, ids)
+    torch.testing.assert_close(found.double(), slow_divergence(target, draft, ids), rtol=1e-5, atol=3e-6)
+    assert bool((found >= 0).all())
+
+
+@pytest.mark.parametrize("broken", ["target", "draft"])
+def test_the_divergence_of_broken_logits_is_no_number(broken):
+    target, draft, ids = DIVERGENCES["some tokens"]()
+    (target if broken == "target" else draft)[0, 1, ids[5] if broken == "target" else 5] = float("nan")
+    found = kernels.kl_divergence(target, draft, ids)
+    assert found[0].isnan().tolist() == [False, True, False, False]
+    assert bool(found[1].isfinite().all())
+
+
 @pytest.mark.parametrize(("make", "count", "top_p"), NUCLEI.values(), ids=NUCLEI)
 def test_a_nucleus_is_that_of_the_definition(make, count, top_p):
     torch.manual_seed(0)
@@ -386,4 +406,5 @@ def test_nothing_happens_without_tokens():
     assert kernels.rms_norm(none[:, 0], torch.ones(16), 1e-5).shape == (0, 16)
     assert kernels.silu_mul(none[:, 0], none[:, 0]).shape == (0, 16)
     assert kernels.entropy_and_top(torch.randn(0, 9))[1].shape == (0, 2)
+    assert kernels.kl_divergence(torch.randn(3, 0, 9), torch.randn(3, 0, 4), torch.arange(4)).shape == (3, 0)
     assert kernels.nucleus(torch.randn(0, 9), torch.randn(0, 2), 0.5).shape == (0, 9)

@@ -239,6 +239,57 @@ def slow_entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor(entropies, dtype=torch.float64), torch.tensor(tops, dtype=torch.float64)
 
 
+def _apart(vocabulary: int, count: int) -> Tensor:
+    return torch.randperm(vocabulary)[:count].sort().values
+
+
+DIVERGENCES = {
+    "few tokens": lambda: (torch.randn(3, 2, 50), torch.randn(3, 2, 50), None),
+    "nearly the same": lambda: ((x := 3 * torch.randn(2, 3, 5000)), x + 1e-3 * torch.randn(2, 3, 5000), None),
+    "peaked and wrong": lambda: (300 * torch.randn(2, 1, 700), 300 * torch.randn(2, 1, 700), None),
+    "some tokens": lambda: (3 * torch.randn(2, 4, 9000), 3 * torch.randn(2, 4, 4200), _apart(9000, 4200)),
+    "some tokens, in any order": lambda: (
+        3 * torch.randn(2, 4, 900),
+        torch.randn(2, 4, 300),
+        torch.randperm(900)[:300],
+    ),
+    "all tokens, in any order": lambda: (3 * torch.randn(2, 2, 5000), torch.randn(2, 2, 5000), torch.randperm(5000)),
+    "the first tokens": lambda: (3 * torch.randn(2, 4, 900), torch.randn(2, 4, 800), None),
+    "one token": lambda: (torch.randn(2, 2, 40), torch.randn(2, 2, 1), torch.tensor([17])),
+    "the target excludes tokens": lambda: (
+        torch.randn(2, 3, 900).masked_fill(torch.rand(2, 3, 900) < 0.7, -math.inf),
+        torch.randn(2, 3, 200),
+        _apart(900, 200),
+    ),
+    "the draft excludes tokens": lambda: (
+        torch.randn(2, 3, 900),
+        torch.randn(2, 3, 900).masked_fill(torch.rand(2, 3, 900) < 0.7, -math.inf),
+        None,
+    ),
+    "columns and tokens out of more": lambda: (torch.randn(3, 5, 80)[:, :2], torch.randn(3, 2, 70)[..., :60], None),
+    "tokens apart": lambda: (torch.randn(2, 80, 3).mT, torch.randn(2, 60, 3).mT, _apart(80, 60)),
+}
+"""The target's logits, the draft's and its tokens, by what is special about them."""
+
+
+def slow_divergence(target: Tensor, draft: Tensor, ids: Tensor | None, floor: float = 1e-8) -> Tensor:
+    """KL(target || draft), float64, token by token; a token that the draft does not know has the floor."""
+
+    def law(logits: list[float]) -> list[float]:
+        largest = max(logits)
+        weights = [math.exp(value - largest) for value in logits]
+        total = math.fsum(weights)
+        return [weight / total for weight in weights]
+
+    tokens = list(range(draft.shape[-1])) if ids is None else ids.tolist()
+    result = []
+    for p_logits, q_logits in zip(target.flatten(0, 1).tolist(), draft.flatten(0, 1).tolist(), strict=True):
+        likely = dict(zip(tokens, law(q_logits), strict=True))
+        terms = [p * math.log(p / max(likely.get(x, 0.0), floor)) for x, p in enumerate(law(p_logits)) if p > 0]
+        result.append(max(math.fsum(terms), 0.0))
+    return torch.tensor(result, dtype=torch.float64).view(target.shape[:2])
+
+
 NUCLEI = {
     "few tokens": (lambda: torch.randn(3, 50), 7, 0.8),
     "one of the best": (lambda: torch.randn(2, 50), 1, 0.5),

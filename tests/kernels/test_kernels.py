@@ -123,6 +123,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
 
     from hf_dsde.kernels import attention as attention_kernel
     from hf_dsde.kernels import distribution as distribution_kernel
+    from hf_dsde.kernels import divergence as divergence_kernel
     from hf_dsde.kernels import elementwise as kernels
     from hf_dsde.kernels import launching
     from hf_dsde.kernels import linear as skinny_linear
@@ -145,7 +146,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
 
     monkeypatch.setattr(launching.torch.cuda, "device_of", device_of)
     names = set()
-    for module in (kernels, attention_kernel, distribution_kernel, skinny_linear):
+    for module in (kernels, attention_kernel, distribution_kernel, divergence_kernel, skinny_linear):
         for name in [name for name in vars(module) if name.endswith("_kernel") and name.startswith("_")]:
             monkeypatch.setattr(module, name, Noting(name))
             names.add(name)
@@ -156,6 +157,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     kernels.silu_mul(matrix, matrix)
     kernels.rotate_and_store(states, states[:, :2], states[:, :2], matrix, matrix, cache, cache, index, index)
     kernels.entropy_and_top(matrix)
+    kernels.kl_divergence(matrix[None], matrix[None, :, :7], torch.arange(7))
     kernels.linears(matrix, [torch.zeros(8, 16)])
     kernels.gated_linear(matrix, torch.zeros(8, 16), torch.zeros(8, 16))
     block = Block(index, index, index, torch.zeros(1).int(), torch.zeros(1).int(), 1)
@@ -169,6 +171,7 @@ def test_the_other_kernels_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from hf_dsde.kernels import attention as attention_kernel
     from hf_dsde.kernels import distribution as distribution_kernel
+    from hf_dsde.kernels import divergence as divergence_kernel
     from hf_dsde.kernels import elementwise as kernels
     from hf_dsde.kernels import nucleus as nucleus_kernel
 
@@ -183,6 +186,9 @@ def test_the_other_kernels_compile(tmp_path, monkeypatch):
         "ptx"
     ]
     assert "ld.global.v4" in code
+    asked = dict.fromkeys(("target", "draft", "divergence"), "*fp32") | {"ids": "*i64", "log_floor": "fp32"}
+    sizes = {"mapped": True, "block": divergence_kernel.BLOCK}
+    assert "ld.global.v4" in _compile(divergence_kernel._kl_divergence_kernel, asked, sizes, 16).asm["ptx"]
     asked = dict.fromkeys(("scores", "best", "kept"), "*fp32") | {"top_p": "fp32"}
     sizes = {"block": nucleus_kernel.BLOCK, "block_best": 32}
     assert "ld.global.v4" in _compile(nucleus_kernel._nucleus_kernel, asked, sizes, 16).asm["ptx"]

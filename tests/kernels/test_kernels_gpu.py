@@ -12,6 +12,7 @@ import torch
 from kernel_cases import (
     ATTENTION_CASES,
     DISTRIBUTIONS,
+    DIVERGENCES,
     NUCLEI,
     PRODUCT_CASES,
     AttentionCase,
@@ -20,6 +21,7 @@ from kernel_cases import (
     make_products,
     rounded_gated,
     slow_attention,
+    slow_divergence,
     slow_entropy_and_top,
     slow_linear,
     slow_nucleus,
@@ -71,6 +73,24 @@ def test_entropy_and_top_are_those_of_the_definition(kernels, make):
     expected_entropy, expected_top = slow_entropy_and_top(logits)
     torch.testing.assert_close(entropy.double().cpu(), expected_entropy, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(top.double().cpu(), expected_top, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_the_divergence_is_that_of_the_definition(kernels, make):
+    torch.manual_seed(0)
+    target, draft, ids = make()
+    on_device = (target.to("cuda"), draft.to("cuda"), None if ids is None else ids.to("cuda"))
+    found = kernels.kl_divergence(*on_device)
+    torch.testing.assert_close(found.double().cpu(), slow_divergence(target, draft, ids), rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("count", [32_000, 151_936])
+def test_the_divergence_over_a_real_vocabulary_is_that_of_torch(kernels, count):
+    target = 5 * torch.randn(8, 5, 151_936, device="cuda")[:, :4]
+    ids = torch.randperm(151_936, device="cuda")[:count]
+    draft = target[..., ids] + torch.randn(8, 4, count, device="cuda")
+    found, expected = (ops.kl_divergence(target, draft, ids) for ops in (kernels, reference))
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("make", "count", "top_p"), NUCLEI.values(), ids=NUCLEI)

@@ -10,9 +10,11 @@ import torch
 from kernel_cases import (
     ATTENTION_CASES,
     DISTRIBUTIONS,
+    DIVERGENCES,
     NUCLEI,
     make_attention,
     rounded_gated,
+    slow_divergence,
     slow_entropy_and_top,
     slow_linear,
     slow_nucleus,
@@ -237,6 +239,16 @@ def test_entropy_and_top_are_those_of_the_definition(make: Callable[[], Tensor])
     # The logarithm of a probability is rounded at the size of the logits.
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(top.double(), expected_top, rtol=2e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_the_divergence_is_that_of_the_definition(
+    make: Callable[[], tuple[Tensor, Tensor, Tensor | None]],
+) -> None:
+    torch.manual_seed(0)
+    target, draft, ids = make()
+    found = reference.kl_divergence(target, draft, ids)
+    torch.testing.assert_close(found.double(), slow_divergence(target, draft, ids), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("make", "count", "top_p"), NUCLEI.values(), ids=NUCLEI)

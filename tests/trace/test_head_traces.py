@@ -17,9 +17,9 @@ from tiny_traces import Recorded, record
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dsde.drafting.chain import UNKNOWN_TOKEN_LOGIT
 from hf_dsde.heads.head import DraftHead
 from hf_dsde.pairs import Pair
+from hf_dsde.signals import UNKNOWN_TOKEN_LOGIT
 from hf_dsde.trace import Prompt
 
 PROMPTS = (Prompt("letters", "a"), Prompt("letters", "ab"), Prompt("more", "fedcba"), Prompt("more", "fedacb" * 2))
