@@ -40,6 +40,8 @@ PACKING = "decoding/target_pass.py::stage"
 """Where it learns how long drafts became that a policy ended on the device, if packing a pass over them may pay."""
 AFTERWARDS = "measurement/clock.py::seconds_until"
 """Reads marks in front of what the round has waited for: they have passed."""
+GENERATE = "integration/hooks.py::_generate"
+"""`generate` itself, before and after the rounds."""
 SETTING_UP = {
     "integration/generation.py::_scalar",
     "decoding/loop.py::_begin",
@@ -48,7 +50,7 @@ SETTING_UP = {
     "decoding/lengths.py::start",
     "decoding/lengths.py::first",
     "policies/acceptance_model.py::__init__",
-    "integration/validation.py::_check_positions",
+    "integration/images.py::counts_positions",
     "decoding/sequences.py::__init__",
     "decoding/sequences.py::text",
 }
@@ -130,7 +132,7 @@ def test_a_round_waits_for_the_device_once(policy: str, do_sample: bool, monkeyp
     assert inside <= statistics.draft_steps
     assert waits.pop(PACKING, 0) <= (rounds if inside else 0)
     assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
-    waits.pop("elsewhere", None)  # `generate` itself, before and after the rounds
+    waits.pop(GENERATE, None)
     assert set(waits) <= SETTING_UP, waits
     assert sum(waits.values()) <= MOST_SETTING_UP, waits
 
@@ -165,7 +167,7 @@ def test_streams_and_stop_strings_wait_for_nothing_more(policy: str, monkeypatch
     assert [row + [0] * (width - len(row)) for row in streamer.rows] == expected[:, -width:].tolist()
     assert waits.pop(EACH_ROUND) == len(output.speculation_statistics.rounds)
     assert waits.pop(AFTERWARDS, 0) <= 3 * len(output.speculation_statistics.rounds)
-    waits.pop("elsewhere", None)
+    waits.pop(GENERATE, None)
     assert set(waits) <= SETTING_UP, waits
     assert sum(waits.values()) <= MOST_SETTING_UP, waits
 
@@ -211,7 +213,7 @@ def test_logits_processors_are_no_reason_to_wait(name: str, policy: str, monkeyp
     assert inside <= statistics.draft_steps
     assert waits.pop(PACKING, 0) <= (rounds if inside else 0)
     assert waits.pop(AFTERWARDS, 0) <= 3 * rounds
-    waits.pop("elsewhere", None)
+    waits.pop(GENERATE, None)
     made = {place: times for place, times in waits.items() if place.startswith("decoding/processing/")}
     # What serves a whole call is made at its first block: masks of tokens, biased sequences.
     assert all(place.endswith(("::_make", "::_make_rows", "::token_mask", "::_forced_tokens")) for place in made), made
