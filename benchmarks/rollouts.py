@@ -39,6 +39,7 @@ from hf_dsde.pairs import SHIPPED_HEAD, Pair, encode, load_packaged_pair
 
 console = Console(width=120)
 METHODS = ("generate", "generate_static", "speculation", "speculation_kept")
+PHASES = ("prefill", "draft", "verify", "bookkeeping", "policy")
 DEEP = "deep-1B"
 """As deep as the packaged target, which shapes must be, and small enough to train."""
 PROMPTS = ("Write a story about a lighthouse.", "Explain how tides come about.", "List reasons to learn to swim.")
@@ -110,7 +111,7 @@ def measure(pair: Pair, texts: list[str], method: str, policy: str, new_tokens: 
     device, torch_memory = pair.target.device, torch.cuda
     loop, arguments = TrainingLoop(pair, texts, new_tokens), arguments_of(method, policy)
     pair.target.train()
-    seconds, recorded, accepted, drafted, held = [], [], 0, 0, 0
+    seconds, recorded, accepted, drafted, held, phases = [], [], 0, 0, 0, {}
     for _ in range(steps):
         output, taken = loop.rollout(arguments)
         seconds.append(taken)
@@ -118,6 +119,10 @@ def measure(pair: Pair, texts: list[str], method: str, policy: str, new_tokens: 
         if statistics is not None:
             recorded.append(statistics.recorded_passes)
             accepted, drafted = accepted + statistics.accepted, drafted + statistics.drafted
+            phases = {name: getattr(statistics, f"{name}_seconds") for name in PHASES} | {
+                "rounds": len(statistics.rounds),
+                "draft_steps": statistics.draft_steps,
+            }
         sequences = output.sequences
         del output, statistics
         if device.type == "cuda":
@@ -139,6 +144,7 @@ def measure(pair: Pair, texts: list[str], method: str, policy: str, new_tokens: 
         "tokens_per_second": len(texts) * new_tokens / usual,
         "acceptance_rate": accepted / drafted if drafted else None,
         "recorded_passes": recorded,
+        "last_rollout": phases,
         "bytes_held_between_rollouts": held,
     }
 
