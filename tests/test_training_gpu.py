@@ -5,6 +5,7 @@ Run with `tests/gpu.sh` on a machine with a CUDA device; elsewhere the file is s
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest

@@ -70,6 +70,7 @@ class RefillLoop(SpeculativeLoop):
         self, *, requests: Sequence[Request], admission: Admission, setup: RowSetup, stopping: RowStopping, **parts: Any
     ) -> None:
         super().__init__(stopping=stopping, **parts)
+        self._lengths.refilled = True
         self._under_way: list[Request | None] = list(requests)
         self._admission = admission
         self._setup = setup

@@ -69,7 +69,12 @@ class DraftLengths:
         vocabulary_size: Of the target.
         config: Has limits as well.
         listeners: Have signals computed, too.
+
+    Attributes:
+        refilled: Whether other texts take the places of those that end.
     """
+
+    refilled = False
 
     def __init__(
         self,
@@ -116,6 +121,7 @@ class DraftLengths:
             costs=costs if Signal.COSTS in policy.requires else None,
             provided=provided,
             asynchronous=overlaps(self._sequences.device),
+            refilled=self.refilled,
         )
         with without_autocast(batch.device):
             policy.start(batch)

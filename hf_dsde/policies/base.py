@@ -67,6 +67,7 @@ class BatchInfo:
         provided: Those of `DRAFT_SIGNALS` that the drafter can give. One that gives none never asks `should_stop`.
         asynchronous: Whether drafts are made on a device that works beside the host, which would have to wait for each
             answer to `should_stop`.
+        refilled: Whether the place of a row that ends is taken by another text, so that none makes the others wait.
     """
 
     rows: int
@@ -77,6 +78,7 @@ class BatchInfo:
     costs: LiveCosts | None = None
     provided: frozenset[Signal] = DRAFT_SIGNALS
     asynchronous: bool = False
+    refilled: bool = False
 
 
 def entropy_and_top(logits: Tensor) -> tuple[Tensor, Tensor]:

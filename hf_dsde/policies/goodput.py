@@ -1,15 +1,23 @@
-"""Goodput (SmartSpec, arXiv 2406.14066): the length at which the batch is expected to gain most tokens per second."""
+"""Goodput (SmartSpec, arXiv 2406.14066): the length at which a batch is expected to gain most tokens per second.
+
+As published, that is the batch's mean. A batch whose rows all have to end takes as long as its slowest row, for which
+a draft may be too long that is right for the mean.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dsde.policies.base import BatchInfo, RoundOutcome, Signal, StoppingPolicy
 from hf_dsde.policies.cost_table import CostTable
+from hf_dsde.policies.host_rows import HostRows
 from hf_dsde.policies.registry import register
 from hf_dsde.utils.checks import check_choice, check_integer, check_number
 
@@ -39,6 +47,33 @@ FIRST_TOKENS = 8
 thought of the draft then rests on few probes, or on a text that has passed."""
 
 
+ROW_PRIOR = 16.0
+"""Judged tokens that the batch's acceptance counts for in that of a row."""
+ROW_TOKENS = 64.0
+"""Judged tokens of a row that are remembered: what is older counts ever less."""
+
+
+@dataclass
+class _Rows(HostRows):
+    judged: NDArray[np.float64]  # [rows]: draft tokens of late, the first rejected one of a round included
+    accepted: NDArray[np.float64]  # [rows]: those that stand
+
+    @classmethod
+    def new(cls, rows: int) -> _Rows:
+        """Rows of which nothing is known."""
+        return cls(np.zeros(rows), np.zeros(rows))
+
+    def add(self, judged: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+        """Count a round."""
+        past = np.minimum(1.0, ROW_TOKENS / np.maximum(self.judged, 1.0))
+        self.judged = past * self.judged + judged
+        self.accepted = past * self.accepted + accepted
+
+    def acceptances(self, batch: float) -> NDArray[np.float64]:
+        """Each row's acceptance, `[rows]`, as if it had judged tokens of the batch's before."""
+        return (self.accepted + ROW_PRIOR * batch) / (self.judged + ROW_PRIOR)
+
+
 @register("goodput")
 class GoodputPolicy(StoppingPolicy):
     """All rows draft the length with the best ratio of expected tokens to measured time; 0 is a length.
@@ -62,6 +97,10 @@ class GoodputPolicy(StoppingPolicy):
         estimator: "tested" counts accepted tokens over those that were judged, the first rejected one included, which
             is unbiased if all tokens are alike. "drafted" counts them over all drafted ones, as the published code
             does; it takes the tokens after a rejection for rejected, and the more of them there are the lower it gets.
+        acceptance_of: Whose tokens per second count. "slowest_row": of the row whose last drafts stood least often,
+            `(accepted_r + 16 a) / (judged_r + 16)` over its last 64 judged tokens, with the batch's `a`; the others end
+            before it. "batch": of all rows together, as in the published code. So it is in any case where other texts
+            take the places of those that end.
     """
 
     name = "goodput"
@@ -80,6 +119,7 @@ class GoodputPolicy(StoppingPolicy):
         plain_bonus: float = 1.0,
         probe_share: float = 0.01,
         estimator: str = "tested",
+        acceptance_of: str = "slowest_row",
     ) -> None:
         self.num_draft_tokens = check_integer("num_draft_tokens", num_draft_tokens, 0)
         self.initial_acceptance = check_number("initial_acceptance", initial_acceptance, 0.0, 1.0)
@@ -89,6 +129,7 @@ class GoodputPolicy(StoppingPolicy):
         self.plain_bonus = check_number("plain_bonus", plain_bonus, 0.0)
         self.probe_share = check_number("probe_share", probe_share, 0.0, 1.0)
         self.estimator = check_choice("estimator", estimator, ("tested", "drafted"))
+        self.acceptance_of = check_choice("acceptance_of", acceptance_of, ("slowest_row", "batch"))
         self._active: list[bool] = []  # still generating, as of the last round
 
     def start(self, batch: BatchInfo) -> None:
@@ -98,6 +139,8 @@ class GoodputPolicy(StoppingPolicy):
         self._table = CostTable(batch, self._longest)
         self._rounds = 0
         self._active = [True] * batch.rows
+        self._by_row = self.acceptance_of == "slowest_row" and batch.rows > 1 and not batch.refilled
+        self._rows = _Rows.new(batch.rows)
         self.acceptance = self.initial_acceptance
         self._judged = float(FIRST_TOKENS)  # tokens that the acceptance rests on
         self._best = self._best_length()  # as of the last decision
@@ -131,17 +174,21 @@ class GoodputPolicy(StoppingPolicy):
         if self._longest > 0:
             if self._best == 0:
                 self._judged = float(FIRST_TOKENS)
+                self._rows = _Rows.new(len(self._active))
             self._decide_on_probe(max(drafted), sum(accepted))
 
     def select_rows(self, index: Tensor) -> None:
         """Rearrange the batch, and a probe with it. `index` is int64, `[places]`."""
         self._active = [place < 0 or self._active[place] for place in index.tolist()]
+        self._rows = self._rows.select_rows(index.numpy(force=True), _Rows.new(1))
 
     def _follow(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         tested = self.estimator == "tested"
-        judged = sum(min(a + 1, d) if tested else d for a, d in zip(accepted, drafted, strict=True))
+        judged_of_rows = [min(a + 1, d) if tested else d for a, d in zip(accepted, drafted, strict=True)]
+        judged = sum(judged_of_rows)
         if judged == 0:
             return
+        self._rows.add(np.array(judged_of_rows), np.array(accepted))
         if self.memory_tokens:
             # An average of weight 1 - decay per round, once there are tokens enough for it.
             remembered = max(judged * (self.decay / max(1 - self.decay, LEAST_WEIGHT)), self.memory_tokens)
@@ -157,10 +204,16 @@ class GoodputPolicy(StoppingPolicy):
         return self._best_within(self._longest)
 
     def _best_within(self, longest: int) -> int:
-        tokens = expected_tokens(self.acceptance, longest)
+        tokens = expected_tokens(self._decisive_acceptance(), longest)
         goodput = [gain / time for gain, time in zip(tokens, self._table.times, strict=False)]
         goodput[0] *= self.plain_bonus
         return goodput.index(max(goodput))
+
+    def _decisive_acceptance(self) -> float:
+        """The acceptance of the slowest row that goes on, or the batch's."""
+        if not self._by_row or not any(self._active):
+            return self.acceptance
+        return float(self._rows.acceptances(self.acceptance)[self._active].min())
 
     def _decide_on_probe(self, longest_draft: int, accepted: int) -> None:
         price = self._probe_price

@@ -185,6 +185,7 @@ class Replay:
                 max_draft_length=self._limit,
                 max_new_tokens=int(ground.remaining.max()),
                 costs=None if prices is None or Signal.COSTS not in policy.requires else prices.live(self._limit),
+                refilled=True,
             )
         )
 

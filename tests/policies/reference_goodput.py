@@ -27,17 +27,29 @@ class ReferenceGoodput:
     probes: list[int] = field(default_factory=list)
     rows: int = 4
     lengths: list[int] = field(default_factory=list)
+    acceptance_of: str = "slowest_row"
+    row_judged: list[float] = field(default_factory=list)
+    row_accepted: list[float] = field(default_factory=list)
+    active: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.row_judged, self.row_accepted = [0.0] * self.rows, [0.0] * self.rows
+        self.active = [True] * self.rows
         self.best = self.length = self.best_length()
         self.lengths = [self.length] * self.rows
         if self.best == 0 and self.probe_share > 0:
             self.budget = self.times[1] - self.times[0] + self.resumption
 
     def goodput(self, length: int) -> float:
-        tokens = 0.0
+        tokens, acceptance = 0.0, self.acceptance
+        if self.acceptance_of == "slowest_row" and self.rows > 1 and any(self.active):
+            acceptance = 1.0
+            for row in range(self.rows):
+                if self.active[row]:
+                    own = (self.row_accepted[row] + 16 * self.acceptance) / (self.row_judged[row] + 16)
+                    acceptance = min(acceptance, own)
         for reached in range(length + 1):
-            tokens += self.acceptance**reached
+            tokens += acceptance**reached
         return tokens / self.times[length] * (self.plain_bonus if length == 0 else 1.0)
 
     def best_length(self) -> int:
@@ -57,10 +69,18 @@ class ReferenceGoodput:
                 self.tokens = min(self.tokens, max(self.memory_tokens, total * self.decay / (1 - self.decay)))
                 weight = total / (self.tokens + total)
             self.acceptance = (1 - weight) * self.acceptance + weight * sum(accepted) / total
+            for row in range(self.rows):
+                kept = 1.0 if self.row_judged[row] <= 64 else 64 / self.row_judged[row]
+                tested = drafted[row] if self.estimator == "drafted" else min(accepted[row] + 1, drafted[row])
+                self.row_judged[row] = kept * self.row_judged[row] + tested
+                self.row_accepted[row] = kept * self.row_accepted[row] + accepted[row]
+        self.active = active
         self.rounds += 1
         if self.rounds % self.interval == 0:
             self.best = self.best_length()
         self.tokens = 8.0 if self.best == 0 else self.tokens + total
+        if self.best == 0:
+            self.row_judged, self.row_accepted = [0.0] * self.rows, [0.0] * self.rows
         price = self.times[1] - self.times[0] + self.resumption
         if self.probing:
             self.budget += min(sum(accepted) / max(1, sum(active)), price)

@@ -90,7 +90,7 @@ class Simulation:
         known = draft_cost if believed is None else believed
         batch = batch_with_costs(rows, known, resumption=resumption, refresh=believed is not None)
         self._costs = batch.costs
-        policy.start(batch)
+        policy.start(replace(batch, refilled=True))  # where no text ends, none makes the others wait
 
     def _random(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self._generator)

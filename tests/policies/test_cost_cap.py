@@ -47,7 +47,7 @@ def test_follows_the_formula_over_random_rounds(seed: int, draft_cost: float, ro
     generator = torch.Generator().manual_seed(seed)
     script = torch.randint(0, LIMIT + 1, (30, rows), generator=generator).tolist()
     policy = CostCap(ScriptedLengths(script))
-    policy.start(batch_with_costs(rows, draft_cost, VERIFY, LIMIT))
+    policy.start(replace(batch_with_costs(rows, draft_cost, VERIFY, LIMIT), refilled=True))
     times = [depth * draft_cost + VERIFY[depth] for depth in range(LIMIT + 1)]
     active = [True] * rows
     for wishes in script:

@@ -74,6 +74,8 @@ def test_the_first_length_is_the_best_for_the_initial_acceptance(
             {"memory_tokens": 0},
             {"memory_tokens": 100, "decay": 0.7},
             {"decay": 1.0 - 1e-6},
+            {"acceptance_of": "batch"},
+            {"acceptance_of": "batch", "memory_tokens": 0},
         ]
     ),
 )
@@ -212,17 +214,25 @@ def pass_milliseconds(tokens: float) -> float:
     return 5.0 + 0.025 * max(tokens - 16, 0.0)
 
 
-def job(policy: StoppingPolicy, limits: list[int], seed: int) -> tuple[float, list[tuple[int, float]]]:
+def job(
+    policy: StoppingPolicy,
+    limits: list[int],
+    seed: int,
+    *,
+    acceptance: float | torch.Tensor = 0.75,
+    refilled: bool = False,
+    step: float = 0.3,
+) -> tuple[float, list[tuple[int, float]]]:
     """Milliseconds of a batch whose rows end one after another, and (active rows, mean length) of each round.
 
-    Costs are known of the whole batch only. Three of four draft tokens are accepted.
+    Costs are known of the whole batch only, a draft step's as a share of a plain step.
     """
     rows, generator = len(limits), torch.Generator().manual_seed(seed)
     widths = (1, 2, 3, 5, 9, 13)
     verify = CostCurve(widths, tuple(pass_milliseconds(rows * width) for width in widths))
-    step = 0.3 * pass_milliseconds(rows)
-    costs = LiveCosts(CostModel({rows: BatchCosts(CostCurve.line(step, step), verify)}), rows)
-    policy.start(BatchInfo(rows, torch.device("cpu"), 50, 8, max(limits), costs))
+    known = step * pass_milliseconds(rows)
+    costs = LiveCosts(CostModel({rows: BatchCosts(CostCurve.line(known, known), verify)}), rows)
+    policy.start(BatchInfo(rows, torch.device("cpu"), 50, 8, max(limits), costs, refilled=refilled))
     left, total, seen, plain_rounds = torch.tensor(limits), 0.0, [], 0
     while bool((left > 0).any()):
         active = left > 0
@@ -231,8 +241,9 @@ def job(policy: StoppingPolicy, limits: list[int], seed: int) -> tuple[float, li
             costs.set_rows(places)
         lengths = torch.where(active, torch.minimum(policy.draft_lengths(), left - 1), 0)
         steps = int(lengths.max())
-        draft, taken = 0.3 * pass_milliseconds(costs.rows) * steps, pass_milliseconds(costs.rows * (steps + 1))
-        run = (torch.rand(rows, 8, generator=generator) < 0.75).long().cumprod(1).sum(1)
+        draft, taken = step * pass_milliseconds(costs.rows) * steps, pass_milliseconds(costs.rows * (steps + 1))
+        agrees = torch.rand(rows, 8, generator=generator) < torch.as_tensor(acceptance).reshape(-1, 1)
+        run = agrees.long().cumprod(1).sum(1)
         accepted = torch.minimum(run, lengths)
         left = left - torch.where(active, accepted + 1, 0)
         resumed, plain_rounds = steps > 0 and plain_rounds > 1, 0 if steps else plain_rounds + 1
@@ -253,3 +264,36 @@ def test_drafts_take_over_by_themselves_when_a_large_batch_runs_out_of_rows(seed
     assert sum(early) / len(early) < 0.1, "probes at most"
     assert sum(late) / len(late) > 0.9
     assert total < plain
+
+
+ROWS_THAT_DIFFER = torch.linspace(0.5, 0.95, 32)
+
+
+def mean_milliseconds(policy: GoodputPolicy, *, refilled: bool) -> float:
+    times = [
+        job(policy, [200] * 32, seed, acceptance=ROWS_THAT_DIFFER, refilled=refilled, step=0.05)[0] for seed in range(5)
+    ]
+    return sum(times) / len(times)
+
+
+def test_a_batch_ends_sooner_if_its_slowest_row_decides() -> None:
+    of_all = mean_milliseconds(GoodputPolicy(acceptance_of="batch"), refilled=False)
+    assert mean_milliseconds(GoodputPolicy(), refilled=False) < 0.98 * of_all
+
+
+def test_where_places_are_refilled_all_rows_count() -> None:
+    of_all, own = (
+        mean_milliseconds(GoodputPolicy(acceptance_of=whose), refilled=True) for whose in ("batch", "slowest_row")
+    )
+    assert own == of_all
+
+
+def test_what_is_known_of_a_row_leaves_with_its_text() -> None:
+    policy = GoodputPolicy(acceptance_of="slowest_row")
+    policy.start(batch(3, 0.1))
+    for _ in range(30):
+        policy.observe(outcome([4, 4, 4], [4, 0, 4]))
+    short = policy.draft_lengths()[0]
+    policy.select_rows(torch.tensor([0, -1, 2]))
+    policy.observe(outcome([4, 4, 4], [4, 4, 4]))
+    assert policy.draft_lengths()[0] > short
