@@ -62,12 +62,16 @@ class Stopping:
             Tokens that each row keeps, `[rows]`, int64, and which rows that ends, `[rows]`, bool. Rows without tokens
             do not end.
         """
-        column = torch.arange(tokens.shape[1], device=tokens.device)
-        is_eos = torch.isin(tokens, self.eos_tokens) & (column < counts[:, None])
-        first = torch.where(is_eos, column + 1, tokens.shape[1] + 1).amin(dim=1)
         remaining = self._sequences.remaining
-        kept = torch.minimum(torch.minimum(counts, first), remaining)
-        return kept, (counts > 0) & ((kept == first) | (kept == remaining))
+        kept = torch.minimum(counts, remaining)
+        ends = kept == remaining
+        if len(self.eos_tokens):
+            column = torch.arange(tokens.shape[1], device=tokens.device)
+            is_eos = (tokens[:, :, None] == self.eos_tokens).any(dim=2) & (column < counts[:, None])
+            first = torch.where(is_eos, column + 1, tokens.shape[1] + 1).amin(dim=1)
+            kept = torch.minimum(kept, first)
+            ends = (kept == first) | (kept == remaining)
+        return kept, (counts > 0) & ends
 
     def advance(self, ended: list[bool], scores: StepScores) -> None:
         """Take note of a round, after its tokens were appended and the host's copy of the lengths was renewed.

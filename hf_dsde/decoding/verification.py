@@ -28,6 +28,8 @@ class VerifiedBlock(NamedTuple):
 
     def with_next_token(self, draft_tokens: Tensor) -> Tensor:
         """Write each row's correction or bonus token after its accepted draft tokens, `[rows, width + 1]`, int64."""
+        if not draft_tokens.shape[1]:
+            return self.next_tokens[:, None]
         room = torch.nn.functional.pad(draft_tokens, (0, 1))
         return room.scatter(1, self.accepted[:, None], self.next_tokens[:, None])
 
@@ -76,6 +78,8 @@ def greedy(target_tokens: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Veri
         draft_tokens: `[rows, width]`, int64; anything beyond a row's length.
         lengths: Tokens that each row drafted, `[rows]`, int64, 0 to width.
     """
+    if not draft_tokens.shape[1]:
+        return VerifiedBlock(torch.zeros_like(lengths), target_tokens[:, 0])
     accepted = leading_run(draft_tokens == target_tokens[:, :-1], lengths)
     return VerifiedBlock(accepted, target_tokens.gather(1, accepted[:, None])[:, 0])
 
@@ -116,9 +120,11 @@ def sample_and_match(target_probs: Tensor, draft_tokens: Tensor, lengths: Tensor
         draft_tokens: As in `speculative_sampling`.
         lengths: As in `speculative_sampling`.
     """
-    unused = torch.arange(target_probs.shape[1], device=lengths.device) > lengths[:, None]  # of a shorter draft
-    weights = target_probs.masked_fill(unused[:, :, None], 1.0)
-    drawn = draw(weights.flatten(0, 1)).view(unused.shape)
+    weights = target_probs
+    if draft_tokens.shape[1]:
+        unused = torch.arange(target_probs.shape[1], device=lengths.device) > lengths[:, None]  # of a shorter draft
+        weights = target_probs.masked_fill(unused[:, :, None], 1.0)
+    drawn = draw(weights.flatten(0, 1)).view(target_probs.shape[:2])
     return greedy(drawn, draft_tokens, lengths)
 
 
