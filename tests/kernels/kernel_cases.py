@@ -206,7 +206,8 @@ def slow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def rounded_gated(gates: Tensor, ups: Tensor, dtype: torch.dtype) -> Tensor:
     """The gated product of two exact products, rounded as four operations in a row round it."""
-    gates = gates.to(dtype).float()  # in which exponentials overflow, so that what is far below 0 becomes 0
+    # In float32 exponentials overflow, so that what is far below 0 becomes 0.
+    gates = gates.to(dtype).to(torch.promote_types(dtype, torch.float32))
     activated = (gates / (1 + torch.exp(-gates))).to(dtype)
     return (activated.double() * ups.to(dtype).double()).to(dtype)
 
