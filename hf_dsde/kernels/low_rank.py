@@ -196,7 +196,7 @@ def _added(
     inner = _summed(sums, token, lane, total, rank, place, ranks, splits, block_m, block_r)
     product = tl.dot(inner.to(dtype), weight, input_precision=precision)
     if not whole:
-        for start in range(block_r, rank, block_r):
+        for start in tl.range(block_r, rank, block_r, num_stages=1):
             part = _ups(up, read, start + lane, rank)
             inner = _summed(sums, token, start + lane, total, rank, place, ranks, splits, block_m, block_r)
             product = tl.dot(inner.to(dtype), part, product, input_precision=precision)
@@ -241,8 +241,8 @@ def _up_kernel(
     Or of the gated product of the first two, whose sizes are equal.
     """
     if aligned:  # so that the compiler knows it and reads vectors
-        rows0, rows1, rows2 = rows0 // 16 * 16, rows1 // 16 * 16, rows2 // 16 * 16
-        rank0, rank1, rank2 = rank0 // 16 * 16, rank1 // 16 * 16, rank2 // 16 * 16
+        rows0, rows1, rows2 = rows0 // 8 * 8, rows1 // 8 * 8, rows2 // 8 * 8
+        rank0, rank1, rank2 = rank0 // 8 * 8, rank1 // 8 * 8, rank2 // 8 * 8
     block = tl.program_id(0)
     up, base, out, rows, rank, place, scaling = up0, base0, out0, rows0, rank0, rank0 * 0, scaling0
     if count > 1 and not gated:
@@ -395,5 +395,5 @@ def _launch(
 def _rank_constants(ranks: Sequence[int], rows: Sequence[int]) -> dict[str, Any]:
     """What is compiled into the second kernel for weights of these sizes."""
     block_r = min(WIDEST, max(16, triton.next_power_of_2(max(ranks))))
-    aligned = all(size % 16 == 0 for size in (*rows, *ranks))
+    aligned = all(size % 8 == 0 for size in (*rows, *ranks))
     return {"block_r": block_r, "whole": max(ranks) <= block_r, "aligned": aligned}
