@@ -14,8 +14,6 @@ adds them up. Their number depends on sizes alone, and sums have a fixed order. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -26,53 +24,10 @@ from hf_dsde.kernels import reference
 from hf_dsde.kernels.chaining import await_inputs, chaining
 from hf_dsde.kernels.launching import on_its_device
 from hf_dsde.kernels.linear import token_tile, weight_tile
+from hf_dsde.kernels.low_rank_plan import BLOCK_N, BLOCK_RANK, MOST_TOKENS, STAGES, WARPS, plan_low_rank
 from hf_dsde.kernels.reference import LowRank
 
-MOST_TOKENS = 1024
-"""What the kernels take. With more, arithmetic takes longer than launches do, and the vendor's library is quick."""
-READ = 512
-"""Bytes of a row that a program of the first kernel reads at once."""
-BLOCK_RANK = 16
-"""Rows of A that a program of the first kernel has."""
-BLOCK_N = 64
-"""Columns of the result that a program of the second kernel has."""
-WIDEST = 64
-"""Ranks that the second kernel multiplies at once."""
-WARPS, STAGES = 4, 3
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class LowRankPlan:
-    """How both launches are divided.
-
-    Attributes:
-        block_m: Tokens per program.
-        block_k: Elements of a row of A that are read at once.
-        steps: Reads of a program of the first kernel.
-        splits: Parts of the inner dimension, each of which leaves sums of its own.
-    """
-
-    block_m: int
-    block_k: int
-    steps: int
-    splits: int
-
-
-def plan_low_rank(tokens: int, width: int, element_size: int) -> LowRankPlan:
-    """Choose how launches are divided.
-
-    Args:
-        tokens: Tokens of the input.
-        width: Elements of a token.
-        element_size: Bytes per element of A.
-    """
-    block_k = READ // element_size
-    reads = triton.cdiv(width, block_k)
-    # Programs of few tokens are few. Those of many tokens suffice, and what they leave has to be read again.
-    most = 16 if tokens <= 64 else 4 if tokens <= 256 else 1
-    steps = triton.cdiv(reads, most)
-    return LowRankPlan(16 if tokens <= 16 else 32, block_k, steps, triton.cdiv(reads, steps))
 
 
 @triton.jit(do_not_specialize=["total", "rank0", "rank1", "rank2"])
@@ -145,15 +100,19 @@ def _summed(
     place: int,
     ranks: int,
     splits: tl.constexpr,
+    together: tl.constexpr,
     block_m: tl.constexpr,
     block_r: tl.constexpr,
 ) -> tl.tensor:
     """What some lanes of A make of tokens, `[block_m, block_r]`, float32; 0 where there is none."""
-    present = (token[:, None] < total) & (lane[None, :] < rank)
-    source = sums + token[:, None] * ranks + place + lane[None, :]
+    # Several parts are one read: added one by one, each would wait for its own.
+    split = tl.arange(0, together)[:, None, None]
+    present = (token[None, :, None] < total) & (lane[None, None, :] < rank)
+    source = sums + (split * total + token[None, :, None]) * ranks + place + lane[None, None, :]
     result = tl.zeros((block_m, block_r), tl.float32)
-    for split in tl.static_range(splits):
-        result += tl.load(source + split * total * ranks, mask=present, other=0.0)
+    for start in tl.static_range(0, splits, together):
+        there = present & (split < splits - start)
+        result += tl.sum(tl.load(source + start * total * ranks, mask=there, other=0.0), axis=0)
     return result
 
 
@@ -180,6 +139,7 @@ def _added(
     ranks: int,
     scaling: float,
     splits: tl.constexpr,
+    together: tl.constexpr,
     block_m: tl.constexpr,
     block_r: tl.constexpr,
     whole: tl.constexpr,
@@ -193,12 +153,12 @@ def _added(
     value = tl.load(base + token[:, None].to(tl.int64) * rows + row[None, :], mask=present, other=0.0).to(tl.float32)
     dtype = up.dtype.element_ty
     lane = tl.arange(0, block_r)
-    inner = _summed(sums, token, lane, total, rank, place, ranks, splits, block_m, block_r)
+    inner = _summed(sums, token, lane, total, rank, place, ranks, splits, together, block_m, block_r)
     product = tl.dot(inner.to(dtype), weight, input_precision=precision)
     if not whole:
         for start in tl.range(block_r, rank, block_r, num_stages=1):
             part = _ups(up, read, start + lane, rank)
-            inner = _summed(sums, token, start + lane, total, rank, place, ranks, splits, block_m, block_r)
+            inner = _summed(sums, token, start + lane, total, rank, place, ranks, splits, together, block_m, block_r)
             product = tl.dot(inner.to(dtype), part, product, input_precision=precision)
     return value + (product.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
 
@@ -227,6 +187,7 @@ def _up_kernel(
     scaling2: float,
     count: tl.constexpr,
     splits: tl.constexpr,
+    together: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_r: tl.constexpr,
@@ -266,13 +227,13 @@ def _up_kernel(
     ranks = rank0 + rank1 + rank2
     result = _added(
         sums, up, weight, base, token, row, read, total, rows, rank, place, ranks, scaling,
-        splits, block_m, block_r, whole, precision,
+        splits, together, block_m, block_r, whole, precision,
     )  # fmt: skip
     dtype = out.dtype.element_ty
     if gated:
         factor = _added(
             sums, up1, other, base1, token, row, read, total, rows, rank1, rank0, ranks, scaling1,
-            splits, block_m, block_r, whole, precision,
+            splits, together, block_m, block_r, whole, precision,
         )  # fmt: skip
         gate = result.to(dtype).to(tl.float32)
         activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
@@ -368,7 +329,7 @@ def _launch(
     x, bases = x if x.stride(1) == 1 else x.contiguous(), [base.contiguous() for base in bases]
     downs, ups, scalings = zip(*terms, strict=True)
     ranks, rows = [len(down) for down in downs], [len(up) for up in ups]
-    plan = plan_low_rank(total, width, downs[0].element_size())
+    plan = plan_low_rank(total, width, max(ranks), downs[0].element_size())
     blocks, missing = triton.cdiv(total, plan.block_m), 3 - len(terms)
     sums = torch.empty((plan.splits * total, sum(ranks)), dtype=torch.float32, device=x.device)
     launch = {
@@ -387,13 +348,7 @@ def _launch(
     _up_kernel[(columns, blocks)](
         sums, *ups, *[x] * missing, *bases, *[x] * missing, *outs, *[x] * (3 - len(outs)),
         total, *rows, *[0] * missing, *ranks, *[0] * missing, *scalings, *[0.0] * missing,
-        count=len(terms), splits=plan.splits, block_n=BLOCK_N, gated=gated, **_rank_constants(ranks, rows), **launch,
+        count=len(terms), splits=plan.splits, together=plan.together, block_n=BLOCK_N, block_r=plan.block_r,
+        whole=max(ranks) <= plan.block_r, aligned=all(size % 8 == 0 for size in (*rows, *ranks)), gated=gated, **launch,
     )  # fmt: skip
     return outs
-
-
-def _rank_constants(ranks: Sequence[int], rows: Sequence[int]) -> dict[str, Any]:
-    """What is compiled into the second kernel for weights of these sizes."""
-    block_r = min(WIDEST, max(16, triton.next_power_of_2(max(ranks))))
-    aligned = all(size % 8 == 0 for size in (*rows, *ranks))
-    return {"block_r": block_r, "whole": max(ranks) <= block_r, "aligned": aligned}

@@ -22,7 +22,7 @@ from kernel_cases import (
 from hf_dsde.kernels import elementwise as kernels
 from hf_dsde.kernels import low_rank, reference
 from hf_dsde.kernels.linear import MOST_TOKENS, SkinnyPlan, launch_gated, launch_linears, pays, plan_product
-from hf_dsde.kernels.low_rank import plan_low_rank
+from hf_dsde.kernels.low_rank_plan import plan_low_rank
 from hf_dsde.kernels.reference import LowRank
 from hf_dsde.utils import tuning
 from hf_dsde.utils.tuning import HOPPER, SAFE
@@ -239,7 +239,9 @@ def test_the_gated_product_of_adapted_results_is_that_of_the_definition(ranks, d
     exact = [slow_low_rank(x, base, terms) for base, terms in zip(bases, adapters, strict=True)]
     result = kernels.gated_low_rank(x, bases, adapters)
     assert (result.dtype, result.is_contiguous()) == (dtype, True)
-    torch.testing.assert_close(result, rounded_gated(*exact, dtype), rtol=2 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+    torch.testing.assert_close(
+        result, rounded_gated(*exact, dtype), rtol=2 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.usefixtures("kernels_alone")
@@ -278,10 +280,14 @@ def test_a_token_gets_the_same_from_adapters_among_others():
 @pytest.mark.parametrize("width", [16, 64, 896, 4096, 5120, 12288, 14336, 777])
 def test_the_parts_of_the_inner_dimension_cover_it_and_none_is_empty(width, size):
     for tokens in (1, 16, 17, 64, 65, 300, 1024):
-        plan = plan_low_rank(tokens, width, size)
-        part = plan.steps * plan.block_k
-        assert (plan.splits - 1) * part < width <= plan.splits * part
-        assert plan.splits <= 16
+        for rank in (1, 8, 16, 65, 256):
+            plan = plan_low_rank(tokens, width, rank, size)
+            part = plan.steps * plan.block_k
+            assert (plan.splits - 1) * part < width <= plan.splits * part
+            assert plan.splits <= 16
+            assert plan.together >= 1
+            for power in (plan.block_m, plan.block_k, plan.block_r, plan.together):
+                assert power & (power - 1) == 0
     torch.empty((1, 1)).zero_()
 
 
@@ -314,7 +320,10 @@ def test_what_the_low_rank_kernels_do_not_take_plain_torch_computes(monkeypatch)
         assert not low_rank.suits(states, results, terms)
         found, expected = (ops.add_low_rank(states, results, terms) for ops in (kernels, reference))
         assert all(map(torch.equal, found, expected))
-    many = (x[:1].expand(low_rank.MOST_TOKENS + 1, -1), [base[:1].expand(low_rank.MOST_TOKENS + 1, -1) for base in bases])
+    many = (
+        x[:1].expand(low_rank.MOST_TOKENS + 1, -1),
+        [base[:1].expand(low_rank.MOST_TOKENS + 1, -1) for base in bases],
+    )
     assert not low_rank.suits(*many, adapters)
     assert low_rank.suits(x, bases, adapters)
     with pytest.raises(ValueError, match="takes 1 to 3"):

@@ -402,7 +402,7 @@ LOW_RANK_CASES = {
 def make_low_rank(
     case: LowRankCase, dtype: torch.dtype, adapters: torch.dtype | None = None, device: str = "cpu"
 ) -> tuple[Tensor, list[Tensor], list[list[LowRank]]]:
-    """Draw x, which is a view into wider rows, results of modules, and their adapters, which may be of another dtype."""
+    """Draw x, a view into wider rows, results of modules, and their adapters, which may be of another dtype."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*size: int, kind: torch.dtype | None = None) -> Tensor:

@@ -125,9 +125,8 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     from hf_dsde.kernels import distribution as distribution_kernel
     from hf_dsde.kernels import divergence as divergence_kernel
     from hf_dsde.kernels import elementwise as kernels
-    from hf_dsde.kernels import launching
+    from hf_dsde.kernels import launching, low_rank
     from hf_dsde.kernels import linear as skinny_linear
-    from hf_dsde.kernels import low_rank
     from hf_dsde.kernels.block import Block
     from hf_dsde.kernels.reference import LowRank
 
@@ -278,9 +277,7 @@ LINEARS_POINTERS = ("x", *(f"{name}{place}" for name in ("weight", "bias", "out"
     ],
     ids=str,
 )
-def test_low_rank_adapters_compile_to_vector_reads(
-    tmp_path, monkeypatch, adapters, ranks, gated, tokens, capability
-):
+def test_low_rank_adapters_compile_to_vector_reads(tmp_path, monkeypatch, adapters, ranks, gated, tokens, capability):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from hf_dsde.kernels import low_rank
     from hf_dsde.kernels.reference import LowRank
