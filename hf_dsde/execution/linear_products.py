@@ -101,22 +101,17 @@ def adapters_of(module: nn.Module, dtype: torch.dtype) -> _Adapters:
 def _term(lora: Any, name: str, dtype: torch.dtype) -> LowRank | None:
     """What one adapter adds; None if it is more than two products and a factor."""
     down, up, dropout, scaling = lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name], lora.scaling[name]
-    if (
-        name in getattr(lora, "lora_variant", ())
-        or getattr(lora, "use_dora", {}).get(name)
-        or type(down) is not nn.Linear
-    ):
+    variant = name in getattr(lora, "lora_variant", ()) or getattr(lora, "use_dora", {}).get(name)
+    if variant or type(down) is not nn.Linear or type(scaling) not in (int, float) or not _hands_on(dropout):
         return None
     own = down.weight.dtype
     # Unless told not to, PEFT keeps adapters of half-precision models in float32, and casts states to that.
     cast = own == torch.float32 and dtype.itemsize < own.itemsize and getattr(lora, "cast_input_dtype_enabled", True)
-    plain = _is_plain(down, own) and _is_plain(up, own) and down.bias is None and up.bias is None
-    if not (own == dtype or cast) or not plain or not _leaves_alone(dropout) or type(scaling) not in (int, float):
-        return None
-    return LowRank(down.weight, up.weight, float(scaling))
+    plain = all(_is_plain(part, own) and part.bias is None for part in (down, up))
+    return LowRank(down.weight, up.weight, float(scaling)) if plain and (cast or own == dtype) else None
 
 
-def _leaves_alone(dropout: nn.Module) -> bool:
+def _hands_on(dropout: nn.Module) -> bool:
     """Whether a module in a dropout's place hands on what it gets."""
     drops = type(dropout) is nn.Dropout and dropout.training and dropout.p > 0
     return type(dropout) in (nn.Identity, nn.Dropout) and not drops and _as_made(dropout)
