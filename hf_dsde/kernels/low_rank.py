@@ -334,7 +334,7 @@ def _launch(
     sums = torch.empty((plan.splits * total, sum(ranks)), dtype=torch.float32, device=x.device)
     launch = {
         "block_m": plan.block_m,
-        "precision": "ieee" if downs[0].dtype == torch.float32 else "tf32",
+        "precision": _precision(x.dtype, downs[0].dtype),
         "num_warps": WARPS,
         **chaining(x.device),
     }
@@ -352,3 +352,14 @@ def _launch(
         whole=max(ranks) <= plan.block_r, aligned=all(size % 8 == 0 for size in (*rows, *ranks)), gated=gated, **launch,
     )  # fmt: skip
     return outs
+
+
+def _precision(states: torch.dtype, adapters: torch.dtype) -> str:
+    """How numbers of float32 are multiplied.
+
+    States of half precision are whole in TensorFloat-32, so that adapters of float32 lose nothing that is left after
+    rounding when they are multiplied in three parts, which is for tensor cores.
+    """
+    if adapters != torch.float32:
+        return "tf32"
+    return "ieee" if states == torch.float32 else "tf32x3"
