@@ -73,18 +73,14 @@ def _down_kernel(
     row = block * block_n + tl.arange(0, block_n)
     read = tl.minimum(row, rank - 1)  # a row after the last is computed again rather than masked, and not stored
     begin = split * steps * block_k
-    weight = weight_tile(down, read, begin, width, block_k, slices, even)
+    end = tl.minimum(begin + steps * block_k, width)
     await_inputs(chained)
     x += first.to(tl.int64) * x_row
     parts = tl.zeros((slices, block_m, block_n), tl.float32)
-    states = token_tile(x, begin, total - first, width, x_row, block_m, block_k, slices, even)
-    parts = tl.dot(states.to(weight.dtype), weight, parts, input_precision=precision)
-    if steps > 1:
-        end = tl.minimum(begin + steps * block_k, width)
-        for start in tl.range(begin + block_k, end, block_k, num_stages=stages):
-            states = token_tile(x, start, total - first, width, x_row, block_m, block_k, slices, even)
-            part = weight_tile(down, read, start, width, block_k, slices, even)
-            parts = tl.dot(states.to(part.dtype), part, parts, input_precision=precision)
+    for start in tl.range(begin, end, block_k, num_stages=stages):
+        states = token_tile(x, start, total - first, width, x_row, block_m, block_k, slices, even)
+        part = weight_tile(down, read, start, width, block_k, slices, even)
+        parts = tl.dot(states.to(part.dtype), part, parts, input_precision=precision)
     token = first + tl.arange(0, block_m)[:, None]
     target = sums + (split * total + token) * (rank0 + rank1 + rank2) + place + row[None, :]
     tl.store(target, tl.sum(parts, axis=0), mask=(token < total) & (row[None, :] < rank))

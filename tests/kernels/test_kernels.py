@@ -306,5 +306,6 @@ def test_low_rank_adapters_compile_to_vector_reads(tmp_path, monkeypatch, adapte
         compiled = _compile(kernel, types, given, warps, capability=capability)
         code = compiled.asm["ptx"]
         assert "mma" in code
-        assert "ld.global.v4" in code
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+)", code)
+        assert "0x10" in copies or "ld.global.v4" in code
         assert compiled.metadata.shared <= 99 * 1024
