@@ -87,29 +87,30 @@ def _down_kernel(
 
 
 @triton.jit
-def _summed(
+def _parts(
     sums: tl.tensor,
     token: tl.tensor,
     lane: tl.tensor,
+    start: int,
     total: int,
     rank: int,
     place: int,
     ranks: int,
     splits: tl.constexpr,
     together: tl.constexpr,
-    block_m: tl.constexpr,
-    block_r: tl.constexpr,
 ) -> tl.tensor:
-    """What some lanes of A make of tokens, `[block_m, block_r]`, float32; 0 where there is none."""
-    # Several parts are one read: added one by one, each would wait for its own.
-    split = tl.arange(0, together)[:, None, None]
-    present = (token[None, :, None] < total) & (lane[None, None, :] < rank)
+    """What some lanes of A make of tokens in some parts of the inner dimension, `[together, tokens, lanes]`."""
+    split = start + tl.arange(0, together)[:, None, None]
+    present = (split < splits) & (token[None, :, None] < total) & (lane[None, None, :] < rank)
     source = sums + (split * total + token[None, :, None]) * ranks + place + lane[None, None, :]
-    result = tl.zeros((block_m, block_r), tl.float32)
-    for start in tl.static_range(0, splits, together):
-        there = present & (split < splits - start)
-        result += tl.sum(tl.load(source + start * total * ranks, mask=there, other=0.0), axis=0)
-    return result
+    return tl.load(source, mask=present, other=0.0)
+
+
+@triton.jit
+def _bases(base: tl.tensor, token: tl.tensor, row: tl.tensor, total: int, rows: int) -> tl.tensor:
+    """A tile of a module's result, `[tokens, rows]`; 0 where there is none."""
+    present = (token[:, None] < total) & (row[None, :] < rows)
+    return tl.load(base + token[:, None].to(tl.int64) * rows + row[None, :], mask=present, other=0.0)
 
 
 @triton.jit
@@ -121,42 +122,43 @@ def _ups(up: tl.tensor, read: tl.tensor, lane: tl.tensor, rank: int) -> tl.tenso
 
 @triton.jit
 def _added(
+    value: tl.tensor,
+    parts: tl.tensor,
+    weight: tl.tensor,
     sums: tl.tensor,
     up: tl.tensor,
-    weight: tl.tensor,
-    base: tl.tensor,
     token: tl.tensor,
-    row: tl.tensor,
     read: tl.tensor,
     total: int,
-    rows: int,
     rank: int,
     place: int,
     ranks: int,
     scaling: float,
     splits: tl.constexpr,
     together: tl.constexpr,
-    block_m: tl.constexpr,
     block_r: tl.constexpr,
-    whole: tl.constexpr,
     precision: tl.constexpr,
+    whole: tl.constexpr,
 ) -> tl.tensor:
-    """A tile of one module's result with what its adapter adds, `[block_m, rows]`, float32.
+    """A tile of one module's result with what its adapter adds, float32; of that, the first lanes have been read.
 
     What A and B give and the scaled product are rounded to the adapter's dtype, as four operations would round them.
     """
-    present = (token[:, None] < total) & (row[None, :] < rows)
-    value = tl.load(base + token[:, None].to(tl.int64) * rows + row[None, :], mask=present, other=0.0).to(tl.float32)
     dtype = up.dtype.element_ty
     lane = tl.arange(0, block_r)
-    inner = _summed(sums, token, lane, total, rank, place, ranks, splits, together, block_m, block_r)
+    inner = tl.sum(parts, axis=0)
+    for start in tl.static_range(together, splits, together):
+        inner += tl.sum(_parts(sums, token, lane, start, total, rank, place, ranks, splits, together), axis=0)
     product = tl.dot(inner.to(dtype), weight, input_precision=precision)
     if not whole:
-        for start in tl.range(block_r, rank, block_r, num_stages=1):
-            part = _ups(up, read, start + lane, rank)
-            inner = _summed(sums, token, start + lane, total, rank, place, ranks, splits, together, block_m, block_r)
-            product = tl.dot(inner.to(dtype), part, product, input_precision=precision)
-    return value + (product.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
+        for first in tl.range(block_r, rank, block_r, num_stages=1):
+            more = _ups(up, read, first + lane, rank)
+            inner = tl.zeros_like(inner)
+            for start in tl.static_range(0, splits, together):
+                part = _parts(sums, token, first + lane, start, total, rank, place, ranks, splits, together)
+                inner += tl.sum(part, axis=0)
+            product = tl.dot(inner.to(dtype), more, product, input_precision=precision)
+    return value.to(tl.float32) + (product.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["total", "rows0", "rows1", "rows2", "rank0", "rank1", "rank2"])
@@ -216,20 +218,25 @@ def _up_kernel(
     row = block * block_n + tl.arange(0, block_n)
     read = tl.minimum(row, rows - 1)
     lane = tl.arange(0, block_r)
+    token = tl.program_id(1) * block_m + tl.arange(0, block_m)
+    ranks = rank0 + rank1 + rank2
     weight = _ups(up, read, lane, rank)
     other = _ups(up1, read, lane, rank1) if gated else weight
     await_inputs(chained)
-    token = tl.program_id(1) * block_m + tl.arange(0, block_m)
-    ranks = rank0 + rank1 + rank2
+    # Everything is asked for before anything is waited for.
+    value = _bases(base, token, row, total, rows)
+    parts = _parts(sums, token, lane, 0, total, rank, place, ranks, splits, together)
+    other_value = _bases(base1, token, row, total, rows) if gated else value
+    others = _parts(sums, token, lane, 0, total, rank1, rank0, ranks, splits, together) if gated else parts
     result = _added(
-        sums, up, weight, base, token, row, read, total, rows, rank, place, ranks, scaling,
-        splits, together, block_m, block_r, whole, precision,
+        value, parts, weight, sums, up, token, read, total, rank, place, ranks, scaling,
+        splits, together, block_r, precision, whole,
     )  # fmt: skip
     dtype = out.dtype.element_ty
     if gated:
         factor = _added(
-            sums, up1, other, base1, token, row, read, total, rows, rank1, rank0, ranks, scaling1,
-            splits, together, block_m, block_r, whole, precision,
+            other_value, others, other, sums, up1, token, read, total, rank1, rank0, ranks, scaling1,
+            splits, together, block_r, precision, whole,
         )  # fmt: skip
         gate = result.to(dtype).to(tl.float32)
         activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)

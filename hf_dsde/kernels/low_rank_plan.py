@@ -14,7 +14,9 @@ BLOCK_N = 64
 """Columns of the result that a program of the second kernel has."""
 WIDEST = 64
 """Ranks that the second kernel multiplies at once."""
-AT_ONCE = 8192
+MOST_SPLITS = {64: 16, 256: 4, MOST_TOKENS: 1}
+"""Bound on the tokens, ascending -> parts that the inner dimension is divided into at most."""
+AT_ONCE = 4096
 """Partial sums that a program of the second kernel reads at once."""
 WARPS, STAGES = 4, 3
 
@@ -51,9 +53,10 @@ def plan_low_rank(tokens: int, width: int, rank: int, element_size: int) -> LowR
     """
     block_k = READ // element_size
     reads = -(-width // block_k)
-    # Programs of few tokens are few. Those of many tokens suffice, and what they leave has to be read again.
-    most = 16 if tokens <= 64 else 4 if tokens <= 256 else 1
-    steps = -(-reads // most)
+    # Programs of few tokens are few. Those of many tokens suffice, and what they leave has to be read again. Two reads
+    # are under way at once anyway.
+    most = next(parts for bound, parts in MOST_SPLITS.items() if tokens <= bound)
+    steps = max(STAGES - 1, -(-reads // most))
     splits = -(-reads // steps)
     block_m = 16 if tokens <= 16 else 32
     block_r = min(WIDEST, max(16, _power_of_two(rank)))

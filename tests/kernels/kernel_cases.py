@@ -392,6 +392,7 @@ LOW_RANK_CASES = {
     "a rank of more than is multiplied at once": LowRankCase(2, 64, (20, 16), ((150,), (4,))),
     "several parts of an odd width": LowRankCase(6, 777, (40, 16, 8), ((8,), (8,), (8,))),
     "several reads for each part": LowRankCase(3, 4400, (16,), ((2,),)),
+    "more parts of a large rank than are read at once": LowRankCase(3, 3000, (20,), ((100,),)),
     "more tokens than a tile has": LowRankCase(37, 300, (70, 16), ((4,), (20,))),
     "so many tokens that parts are longer": LowRankCase(70, 1300, (16,), ((4,),)),
     "two adapters": LowRankCase(4, 64, (40, 16, 24), ((4, 8), (4, 8), (4, 8))),
