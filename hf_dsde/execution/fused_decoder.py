@@ -3,7 +3,8 @@
 Matrix products, the embedding and the rotary module are the model's own modules, called as they are, so that adapters
 and quantised weights work. What lies between them, the model's blocks do in dozens of small operations; here each
 stretch is one operation of a module that is given: `hf_dsde.kernels.elementwise` or `hf_dsde.kernels.reference`. That
-module may also take over the products of plain linear modules that share an input, where it says that this pays.
+module may also take over the products of plain linear modules that share an input, where it says that this pays, and
+it computes what plain LoRA adapters add (`linear_products`).
 
 Whatever somebody attached to a block that is not called would be lost silently: `fused_families.why_not_fused` finds it
 out.
@@ -17,17 +18,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde.execution.fused_families import attention_windows, decoder_body, decoder_layers, why_not_fused
 from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.linear_products import gated_product, products
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.torch_modes import without_autocast
 from hf_dsde.kernels.block import Block
-
-_KEEP_NOTHING = frozenset({"torch", "transformers", "peft"})
-"""Packages whose modules share no memory with each other while they run."""
+from hf_dsde.kernels.reference import LowRank
 
 
 class FusedOps(Protocol):
@@ -44,6 +44,12 @@ class FusedOps(Protocol):
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """Return silu(x gate^T) * (x up^T)."""
+
+    def add_low_rank(self, x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]]) -> list[Tensor]:
+        """Return what one to three modules made of `x`, with what their adapters add to it."""
+
+    def gated_low_rank(self, x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]]) -> Tensor:
+        """Return the gated product of two results with what adapters add to them."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return the normalised `x`."""
@@ -292,7 +298,9 @@ class FusedDecoder:
         """What follows keys and values in a layer; the stream after attention, and what the MLP adds to it."""
         mixed, norm = self._attend(layer, queries, run), layer.middle_norm
         normed, stream = self._ops.add_rms_norm(mixed, stream, norm.weight, norm.epsilon)
-        return stream, self._products([layer.mlp.down_proj], self._gated(layer.mlp, normed))[0]
+        mlp = layer.mlp
+        gated = gated_product(self._ops, mlp.gate_proj, mlp.up_proj, normed)
+        return stream, products(self._ops, [mlp.down_proj], gated)[0]
 
     def _entered(self, layer: Layer, stream: Tensor, added: Tensor | None, run: Pass) -> tuple[Tensor, Tensor]:
         """What a layer's attention gets, and the stream with what the layer in front of it added."""
@@ -310,61 +318,21 @@ class FusedDecoder:
         keys, values = _buffers(run.cache, layer.cache_index)
         scaling = layer.attention.scaling
         mixed = self._ops.ragged_attention(q, keys, values, run.block, scaling, layer.window, run.reach)
-        return self._products([layer.attention.o_proj], mixed)[0]
+        return products(self._ops, [layer.attention.o_proj], mixed)[0]
 
     def _project(self, layer: Layer, normed: Tensor, run: Pass) -> Tensor:
         """Return turned queries, `[T, Hq, D]`, and store keys and values."""
         module = layer.attention
-        products = self._products([module.q_proj, module.k_proj, module.v_proj], normed)
-        q, k, v = (product.unflatten(-1, (-1, module.head_dim)) for product in products)
+        made = products(self._ops, [module.q_proj, module.k_proj, module.v_proj], normed)
+        q, k, v = (product.unflatten(-1, (-1, module.head_dim)) for product in made)
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = self._head_norm(q, layer.query_norm), self._head_norm(k, layer.key_norm)
         keys, values = _buffers(run.cache, layer.cache_index, k, v)
         return self._ops.rotate_and_store(q, k, v, run.cos, run.sin, keys, values, run.block.rows, run.slots)
 
-    def _products(self, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
-        """What each of some linear modules makes of `x`, `[T, N_i]`."""
-        if self._taken_over(modules, x):
-            return self._ops.linears(x, [module.weight for module in modules], [module.bias for module in modules])
-        if all(map(_may_run_beside, modules)):
-            return self._ops.side_by_side(modules, x)
-        return [module(x) for module in modules]
-
-    def _gated(self, mlp: Any, x: Tensor) -> Tensor:
-        """The gated product of an MLP, `[T, H]` to `[T, I]`."""
-        gate, up = mlp.gate_proj, mlp.up_proj
-        if self._taken_over((gate, up), x) and gate.bias is None and up.bias is None:
-            return self._ops.gated_linear(x, gate.weight, up.weight)
-        return self._ops.silu_mul(gate(x), up(x))
-
-    def _taken_over(self, modules: Sequence[Any], x: Tensor) -> bool:
-        """Whether the ops compute what these modules would. Looked up again each time: hooks come and go."""
-        if not all(_is_plain(module, x.dtype) for module in modules):
-            return False
-        rows = sum(len(module.weight) for module in modules)
-        return self._ops.pays(len(x), len(modules), rows, x.shape[-1], x.dtype, x.device)
-
     def _head_norm(self, states: Tensor, norm: Norm) -> Tensor:
         """Normalise every head of `[T, heads, D]` by itself."""
         return self._ops.rms_norm(states.flatten(0, 1), norm.weight, norm.epsilon).view(states.shape)
-
-
-def _may_run_beside(module: nn.Module) -> bool:
-    """Whether a module can run while others do: quantisers' kernels may share a place for what is in between."""
-    return all(type(part).__module__.partition(".")[0] in _KEEP_NOTHING for part in module.modules())
-
-
-def _is_plain(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module is a linear one and nothing else: no subclass, hook, or weight that is more than numbers."""
-    return (
-        type(module) is nn.Linear
-        and type(module.weight) is nn.Parameter  # quantisers and parallelism put subclasses there
-        and module.weight.dtype == dtype
-        and (module.bias is None or module.bias.dtype == dtype)
-        and module.weight.is_contiguous()
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not ("forward" in module.__dict__ or hasattr(module, "_hf_hook"))
-    )
 
 
 def _buffers(cache: RaggedCache, index: int, k: Tensor | None = None, v: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
 """The operations of a fused pass as Triton kernels, for CUDA devices and bfloat16, float16 or float32.
 
 `hf_dsde.kernels.reference` has the same functions in plain torch, and says what each computes. Every function here
-launches one kernel (attention one or two) on the current stream, allocates nothing but its results, and never waits for
-the device, so all of them can be recorded in a CUDA graph. In such a graph a kernel takes a few microseconds, most of
-them waiting for memory, which is why each reads everything that it needs at once, in vectors, and each does as much as
-can be done between two matrix products.
+launches one kernel (attention one or two, an adapter two) on the current stream, allocates nothing but its results and
+sums on the way to them, and never waits for the device, so all of them can be recorded in a CUDA graph. In such a graph
+a kernel takes a few microseconds, most of them waiting for memory, which is why each reads everything that it needs at
+once, in vectors, and each does as much as can be done between two matrix products.
 
 What differs from call to call (numbers of tokens) is not compiled in; what a model fixes (sizes of heads) is.
 """
@@ -26,12 +26,15 @@ from hf_dsde.kernels.distribution import entropy_and_top
 from hf_dsde.kernels.divergence import kl_divergence
 from hf_dsde.kernels.launching import on_its_device
 from hf_dsde.kernels.linear import gated_linear, linears, pays
+from hf_dsde.kernels.low_rank import add_low_rank, gated_low_rank
 from hf_dsde.kernels.nucleus import nucleus
 
 __all__ = [
+    "add_low_rank",
     "add_rms_norm",
     "entropy_and_top",
     "gated_linear",
+    "gated_low_rank",
     "kl_divergence",
     "linears",
     "nucleus",

@@ -127,7 +127,7 @@ def pays(tokens: int, matrices: int, rows: int, width: int, dtype: torch.dtype, 
 
 
 @triton.jit
-def _tokens(
+def token_tile(
     x: tl.tensor,
     start: int,
     total: int,
@@ -149,7 +149,7 @@ def _tokens(
 
 
 @triton.jit
-def _weights(
+def weight_tile(
     weight: tl.tensor,
     row: tl.tensor,
     start: int,
@@ -216,8 +216,8 @@ def _linears_kernel(
     await_inputs(chained)
     parts = tl.zeros((slices, block_m, block_n), tl.float32)
     for start in tl.range(0, width, block_k, num_stages=stages):
-        states = _tokens(x, start, total, width, x_row, block_m, block_k, slices, even)
-        part = _weights(weight, read, start, width, block_k, slices, even)
+        states = token_tile(x, start, total, width, x_row, block_m, block_k, slices, even)
+        part = weight_tile(weight, read, start, width, block_k, slices, even)
         parts = tl.dot(states, part, parts, input_precision=precision)
     sums = tl.sum(parts, axis=0)
     if biased:
@@ -253,9 +253,9 @@ def _gated_kernel(
     gate_parts = tl.zeros((slices, block_m, block_n), tl.float32)
     up_parts = tl.zeros((slices, block_m, block_n), tl.float32)
     for start in tl.range(0, width, block_k, num_stages=stages):
-        states = _tokens(x, start, total, width, x_row, block_m, block_k, slices, even)
-        gate_part = _weights(gate, read, start, width, block_k, slices, even)
-        up_part = _weights(up, read, start, width, block_k, slices, even)
+        states = token_tile(x, start, total, width, x_row, block_m, block_k, slices, even)
+        gate_part = weight_tile(gate, read, start, width, block_k, slices, even)
+        up_part = weight_tile(up, read, start, width, block_k, slices, even)
         gate_parts = tl.dot(states, gate_part, gate_parts, input_precision=precision)
         up_parts = tl.dot(states, up_part, up_parts, input_precision=precision)
     dtype = out.dtype.element_ty

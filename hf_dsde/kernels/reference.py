@@ -7,6 +7,7 @@ of transformers round, so that a pass made of them differs from the stock one on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,20 @@ from hf_dsde.kernels.block import Block
 
 QUERIES_AT_ONCE = 64
 """Tokens whose keys and values are gathered at once; bounds the memory of `ragged_attention`, not its result."""
+
+
+class LowRank(NamedTuple):
+    """What one adapter adds to a linear module (Hu et al., "LoRA", 2021): scaling * B A x.
+
+    Attributes:
+        down: A, `[r, H]`, contiguous.
+        up: B, `[N, r]`, contiguous, of the same dtype.
+        scaling: Factor of the product.
+    """
+
+    down: Tensor
+    up: Tensor
+    scaling: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -110,6 +125,42 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         `[T, I]`; both products and silu are rounded to the dtype before the last product.
     """
     return silu_mul(functional.linear(x, gate), functional.linear(x, up))
+
+
+def add_low_rank(x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]]) -> list[Tensor]:
+    """Add to what linear modules made of `x` what their adapters make of it (Hu et al., "LoRA", 2021, equation 3).
+
+    Args:
+        x: `[T, H]`.
+        bases: What one to three modules made of it, `[T, N_i]`.
+        adapters: Of each module, at least one, in the order in which they are added.
+
+    Returns:
+        base + (x A^T B^T) * scaling + ..., for each module, `[T, N_i]`, of the dtype of its base. `x` is cast to the
+        dtype of an adapter, which both products and the scaled one are rounded to; sums are rounded to the larger of
+        that and the base's.
+    """
+    results = []
+    for base, terms in zip(bases, adapters, strict=True):
+        result = base
+        for down, up, scaling in terms:
+            result = result + functional.linear(functional.linear(x.to(down.dtype), down), up) * scaling
+        results.append(result.to(base.dtype))
+    return results
+
+
+def gated_low_rank(x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]]) -> Tensor:
+    """Adapt gate and up of a SwiGLU layer and take their gated product.
+
+    Args:
+        x: `[T, H]`.
+        bases: What the modules of gate and up made of it, `[T, I]` each.
+        adapters: Of both, at least one each.
+
+    Returns:
+        silu(gate) * up of what `add_low_rank` returns, `[T, I]`, rounded where `silu_mul` rounds.
+    """
+    return silu_mul(*add_low_rank(x, bases, adapters))
 
 
 def rotate_and_store(

@@ -133,6 +133,42 @@ def test_adapters_that_are_switched_to_and_fro_are_recorded_once_each(dtype: tor
     assert not torch.equal(*texts.values())
 
 
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_recorded_lora_gives_what_the_eager_model_gives(
+    count: int, own: torch.dtype, recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters everywhere, of the model's dtype or, as PEFT makes them, of float32."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("triton")
+    from hf_dsde.kernels import low_rank
+
+    launches: list[bool] = []
+    original = low_rank.suits
+    monkeypatch.setattr(low_rank, "suits", lambda *given: launches.append(original(*given)) or launches[-1])
+    base = tiny_model(**SHAPE).to(CUDA, torch.bfloat16)
+    draft = noisy_copy(base, 0.05)
+    ranks = {str(place): 8 + 12 * place for place in range(count)}
+    configs = {
+        name: peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
+        for name, rank in ranks.items()
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        target = peft.get_peft_model(base, configs.pop("0"), adapter_name="0")
+        for name, config in configs.items():
+            target.add_adapter(name, config)
+    for name, weight in target.named_parameters():
+        if "lora_" in name:
+            weight.data = 0.3 * weight.data.to(own)
+    target.base_model.set_adapter(list(ranks))
+    target.eval()
+    check(base, text(target, draft))
+    assert recorded
+    assert launches
+    assert all(launches), "plain torch computed"
+
+
 @pytest.mark.parametrize("name", ["silu_mul", "add_rms_norm", "ragged_attention"])
 def test_a_kernel_that_does_not_fit_is_replaced_alone(
     name: str, recorded: list[int], monkeypatch: pytest.MonkeyPatch

@@ -41,7 +41,7 @@ from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import attention as attention_kernel
 from hf_dsde.kernels import elementwise as kernels
-from hf_dsde.kernels import reference
+from hf_dsde.kernels import low_rank, reference
 from hf_dsde.kernels.attention import launch_attention
 from hf_dsde.kernels.attention_plan import LaunchPlan, plan_launch
 from hf_dsde.kernels.block import Block
@@ -347,6 +347,27 @@ def test_a_fused_pass_in_float16_is_that_of_plain_torch(family, monkeypatch):
     )
     assert found.logits.dtype is torch.float16
     torch.testing.assert_close(found.logits, wanted.logits, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("own", [torch.float16, torch.float32], ids=str)
+def test_a_fused_pass_with_lora_in_float16_is_that_of_plain_torch(own, monkeypatch):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(low_rank, "reference", None)  # nothing is left to plain torch
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=5, target_modules="all-linear", init_lora_weights=False)
+    wrapper = peft.get_peft_model(tiny_model(num_hidden_layers=1).half(), config)
+    model = wrapper.eval().get_base_model()
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.to(own)
+    tokens, places, none = torch.randint(3, 90, (4,)), torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    block = Block(tokens, none, places, torch.zeros(1).int(), torch.full((1,), 4).int(), 4)
+    found, wanted = (FusedDecoder(model, ops)(block, RaggedCache(1, 64, 1), 64, None) for ops in (kernels, reference))
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=2e-2, atol=2e-2)
+    with wrapper.disable_adapter():
+        bare = FusedDecoder(model, kernels)(block, RaggedCache(1, 64, 1), 64, None)
+    assert (bare.logits - wanted.logits).abs().max() > 0.2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

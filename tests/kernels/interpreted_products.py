@@ -7,10 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 from interpreting import loops_with_new_numpy  # noqa: F401 - a fixture
-from kernel_cases import PRODUCT_CASES, ProductCase, make_products, rounded_gated, slow_linear
+from kernel_cases import (
+    LOW_RANK_CASES,
+    PRODUCT_CASES,
+    LowRankCase,
+    ProductCase,
+    make_low_rank,
+    make_products,
+    rounded_gated,
+    slow_linear,
+    slow_low_rank,
+)
 
 from hf_dsde.kernels import elementwise as kernels
+from hf_dsde.kernels import low_rank, reference
 from hf_dsde.kernels.linear import MOST_TOKENS, SkinnyPlan, launch_gated, launch_linears, pays, plan_product
+from hf_dsde.kernels.low_rank_plan import plan_low_rank
+from hf_dsde.kernels.reference import LowRank
 from hf_dsde.utils import tuning
 from hf_dsde.utils.tuning import HOPPER, SAFE
 
@@ -187,3 +200,132 @@ def test_nothing_happens_without_tokens():
     x, weights, _ = make_products(ProductCase(1, 64, (16, 8)), torch.float32)
     assert [result.shape for result in kernels.linears(x[:0], weights)] == [(0, 16), (0, 8)]
     assert kernels.gated_linear(x[:0], weights[0], weights[0]).shape == (0, 16)
+    x, bases, adapters = make_low_rank(LOW_RANK_CASES["rank one"], torch.float32)
+    assert [each.shape for each in kernels.add_low_rank(x[:0], [base[:0] for base in bases], adapters)] == [
+        (0, 33),
+        (0, 20),
+    ]
+
+
+ADAPTED = [(torch.float32, None), (torch.float16, None), (torch.float16, torch.float32)]
+"""Dtypes of states and of adapters, if it is another."""
+
+
+@pytest.fixture
+def kernels_alone(monkeypatch):
+    """Plain torch takes nothing over."""
+    monkeypatch.setattr(low_rank, "reference", None)
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize(("dtype", "own"), ADAPTED, ids=str)
+@pytest.mark.parametrize("case", LOW_RANK_CASES.values(), ids=LOW_RANK_CASES)
+def test_low_rank_adapters_add_what_the_definition_says(case, dtype, own):
+    x, bases, adapters = make_low_rank(case, dtype, own)
+    before = [base.clone() for base in bases]
+    results = kernels.add_low_rank(x, bases, adapters)
+    for result, base, terms, rows in zip(results, bases, adapters, case.rows, strict=True):
+        assert (result.dtype, result.shape, result.is_contiguous()) == (dtype, (case.tokens, rows), True)
+        near = {"rtol": TOLERANCE[dtype], "atol": 2 * TOLERANCE[dtype]}
+        torch.testing.assert_close(result.double(), slow_low_rank(x, base, terms), **near)
+    assert all(map(torch.equal, bases, before)), "who else reads a module's result got another"
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize(("dtype", "own"), ADAPTED, ids=str)
+@pytest.mark.parametrize("ranks", [((4,), (16,)), ((80,), (4,)), ((2, 3), (4,)), ((2,), (3, 16))], ids=str)
+def test_the_gated_product_of_adapted_results_is_that_of_the_definition(ranks, dtype, own):
+    x, bases, adapters = make_low_rank(LowRankCase(5, 96, (72, 72), ranks), dtype, own)
+    exact = [slow_low_rank(x, base, terms) for base, terms in zip(bases, adapters, strict=True)]
+    result = kernels.gated_low_rank(x, bases, adapters)
+    assert (result.dtype, result.is_contiguous()) == (dtype, True)
+    torch.testing.assert_close(
+        result, rounded_gated(*exact, dtype), rtol=2 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.usefixtures("kernels_alone")
+def test_low_rank_products_round_where_four_operations_round():
+    # Whole numbers, so that sums are exact in any order, and large ones, so that float16 has no place for many of them.
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(bound, *size):
+        return torch.randint(-bound, bound + 1, size, generator=generator).half()
+
+    x, downs, ups = whole(30, 8, 300), whole(9, 2, 16, 300), whole(3, 2, 64, 16) / 64
+    bases, scaling = list(whole(2000, 2, 8, 64)), 1.7
+    adapters = [[LowRank(down, up, scaling)] for down, up in zip(downs, ups, strict=True)]
+    for result, base, [term] in zip(kernels.add_low_rank(x, bases, adapters), bases, adapters, strict=True):
+        assert torch.equal(result.double(), slow_low_rank(x, base, [term]))
+        inner = slow_linear(x, term.down)
+        exact = slow_linear(inner, term.up)
+        other = (
+            base.double() + (slow_linear(inner.half(), term.up) * scaling),
+            base.double() + (exact.half().double() * scaling).half().double(),
+            base.double() + (slow_linear(inner.half(), term.up).half().double() * scaling),
+        )
+        assert all((each.half() != result).any() for each in other)
+
+
+@pytest.mark.usefixtures("kernels_alone")
+def test_a_token_gets_the_same_from_adapters_among_others():
+    x, bases, adapters = make_low_rank(LowRankCase(40, 700, (24, 40), ((4,), (16,))), torch.float32)
+    together = kernels.add_low_rank(x, bases, adapters)
+    alone = kernels.add_low_rank(x[5:6], [base[5:6] for base in bases], adapters)
+    for all_tokens, one in zip(together, alone, strict=True):
+        torch.testing.assert_close(all_tokens[5:6], one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("width", [16, 64, 896, 4096, 5120, 12288, 14336, 777])
+def test_the_parts_of_the_inner_dimension_cover_it_and_none_is_empty(width, size):
+    for tokens in (1, 16, 17, 64, 65, 300, 1024):
+        for rank in (1, 8, 16, 65, 256):
+            plan = plan_low_rank(tokens, width, rank, size)
+            part = plan.steps * plan.block_k
+            assert (plan.splits - 1) * part < width <= plan.splits * part
+            assert plan.splits <= 16
+            assert plan.together >= 1
+            for power in (plan.block_m, plan.block_k, plan.block_r, plan.together):
+                assert power & (power - 1) == 0
+    torch.empty((1, 1)).zero_()
+
+
+@pytest.mark.parametrize("wrong", ["scaling", "swapped", "only the first", "base"])
+def test_adapters_that_are_mixed_up_are_noticed(wrong):
+    x, bases, adapters = make_low_rank(LowRankCase(4, 64, (24, 24), ((4, 4), (4, 4))), torch.float32)
+    right = [slow_low_rank(x, base, terms) for base, terms in zip(bases, adapters, strict=True)]
+    mutants = {
+        "scaling": [[term._replace(scaling=1.0) for term in terms] for terms in adapters],
+        "swapped": adapters[::-1],
+        "only the first": [terms[:1] for terms in adapters],
+        "base": adapters,
+    }
+    states = [torch.zeros_like(base) for base in bases] if wrong == "base" else bases
+    for found, expected in zip(kernels.add_low_rank(x, states, mutants[wrong]), right, strict=True):
+        assert not torch.allclose(found.double(), expected, rtol=0, atol=1e-2)
+
+
+def test_what_the_low_rank_kernels_do_not_take_plain_torch_computes(monkeypatch):
+    x, bases, adapters = make_low_rank(LowRankCase(4, 64, (24, 16), ((4,), (2,))), torch.float32)
+    wide, narrow = [[LowRank(a.double(), b.double(), s) for a, b, s in terms] for terms in adapters], adapters
+    half = [[LowRank(a.half(), b.half(), s) for a, b, s in terms] for terms in adapters]
+    cases = [
+        (x.double(), [base.double() for base in bases], wide),
+        (x, [base.double() for base in bases], narrow),
+        (x, bases, [narrow[0], half[1]]),
+        (x, bases, half),
+    ]
+    for states, results, terms in cases:
+        assert not low_rank.suits(states, results, terms)
+        found, expected = (ops.add_low_rank(states, results, terms) for ops in (kernels, reference))
+        assert all(map(torch.equal, found, expected))
+    many = (
+        x[:1].expand(low_rank.MOST_TOKENS + 1, -1),
+        [base[:1].expand(low_rank.MOST_TOKENS + 1, -1) for base in bases],
+    )
+    assert not low_rank.suits(*many, adapters)
+    assert low_rank.suits(x, bases, adapters)
+    with pytest.raises(ValueError, match="takes 1 to 3"):
+        kernels.add_low_rank(x, [], [])
+    torch.empty((1, 1)).zero_()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_dsde.kernels.block import Block
+from hf_dsde.kernels.reference import LowRank
 
 POISON = 300.0
 """Lies in every slot that no token may see: large enough to spoil a result, small enough for every dtype."""
@@ -372,3 +373,64 @@ def make_products(
     weights = [draw(rows, case.width) / case.width**0.5 for rows in case.rows]
     biases = [draw(rows) if biased else None for rows, biased in zip(case.rows, case.biased, strict=False)]
     return wide[:, : case.width], weights, biases
+
+
+@dataclass(frozen=True)
+class LowRankCase:
+    """Sizes of a call: tokens, width, rows of each module, and the ranks of its adapters in their order."""
+
+    tokens: int
+    width: int
+    rows: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+
+LOW_RANK_CASES = {
+    "one token": LowRankCase(1, 64, (48, 16, 16), ((16,), (16,), (16,))),
+    "one module": LowRankCase(5, 96, (80,), ((16,),)),
+    "rank one": LowRankCase(3, 64, (33, 20), ((1,), (1,))),
+    "ranks that differ": LowRankCase(4, 80, (70, 9, 64), ((3,), (16,), (40,))),
+    "a rank of more than is multiplied at once": LowRankCase(2, 64, (20, 16), ((150,), (4,))),
+    "several parts of an odd width": LowRankCase(6, 777, (40, 16, 8), ((8,), (8,), (8,))),
+    "several reads for each part": LowRankCase(3, 4400, (16,), ((2,),)),
+    "more parts of a large rank than are read at once": LowRankCase(3, 3000, (20,), ((100,),)),
+    "more tokens than a tile has": LowRankCase(37, 300, (70, 16), ((4,), (20,))),
+    "so many tokens that parts are longer": LowRankCase(70, 1300, (16,), ((4,),)),
+    "two adapters": LowRankCase(4, 64, (40, 16, 24), ((4, 8), (4, 8), (4, 8))),
+    "some modules with more adapters": LowRankCase(4, 64, (40, 16, 24), ((4,), (2, 16, 3), (5, 6))),
+}
+
+
+def make_low_rank(
+    case: LowRankCase, dtype: torch.dtype, adapters: torch.dtype | None = None, device: str = "cpu"
+) -> tuple[Tensor, list[Tensor], list[list[LowRank]]]:
+    """Draw x, a view into wider rows, results of modules, and their adapters, which may be of another dtype."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*size: int, kind: torch.dtype | None = None) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device, kind or dtype)
+
+    def adapter(rows: int, rank: int) -> LowRank:
+        down, up = draw(rank, case.width) / case.width**0.5, draw(rows, rank) / rank**0.5
+        kind = adapters or dtype
+        return LowRank(down.to(kind), up.to(kind), float(0.3 + torch.rand((), generator=generator)))
+
+    wide = draw(case.tokens, case.width + 16)
+    wide[:, case.width :] = float("nan")
+    bases = [draw(case.tokens, rows) for rows in case.rows]
+    terms = [[adapter(rows, rank) for rank in ranks] for rows, ranks in zip(case.rows, case.ranks, strict=True)]
+    return wide[:, : case.width], bases, terms
+
+
+def slow_low_rank(x: Tensor, base: Tensor, terms: list[LowRank]) -> Tensor:
+    """What adapters add to one result, `[T, N]`, float64, rounded after each of the operations of PEFT's modules."""
+    result = base.double().cpu()
+    larger = base.dtype
+    for down, up, scaling in terms:
+        dtype = down.dtype
+        larger = torch.promote_types(larger, dtype)
+        inner = slow_linear(x, down).to(dtype)
+        product = slow_linear(inner, up).to(dtype)
+        scaled = (product.double() * scaling).to(dtype)
+        result = (result + scaled.double()).to(larger).double()
+    return result.to(base.dtype).double()

@@ -125,9 +125,10 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     from hf_dsde.kernels import distribution as distribution_kernel
     from hf_dsde.kernels import divergence as divergence_kernel
     from hf_dsde.kernels import elementwise as kernels
-    from hf_dsde.kernels import launching
+    from hf_dsde.kernels import launching, low_rank
     from hf_dsde.kernels import linear as skinny_linear
     from hf_dsde.kernels.block import Block
+    from hf_dsde.kernels.reference import LowRank
 
     current, launched = [], []
 
@@ -146,7 +147,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
 
     monkeypatch.setattr(launching.torch.cuda, "device_of", device_of)
     names = set()
-    for module in (kernels, attention_kernel, distribution_kernel, divergence_kernel, skinny_linear):
+    for module in (kernels, attention_kernel, distribution_kernel, divergence_kernel, skinny_linear, low_rank):
         for name in [name for name in vars(module) if name.endswith("_kernel") and name.startswith("_")]:
             monkeypatch.setattr(module, name, Noting(name))
             names.add(name)
@@ -160,6 +161,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     kernels.kl_divergence(matrix[None], matrix[None, :, :7], torch.arange(7))
     kernels.linears(matrix, [torch.zeros(8, 16)])
     kernels.gated_linear(matrix, torch.zeros(8, 16), torch.zeros(8, 16))
+    kernels.add_low_rank(matrix, [matrix], [[LowRank(matrix, torch.zeros(16, 3), 1.0)]])
     block = Block(index, index, index, torch.zeros(1).int(), torch.zeros(1).int(), 1)
     kernels.ragged_attention(states, cache, cache, block, 1.0, None, 4096)
     assert {name for name, _ in launched} == names
@@ -263,3 +265,47 @@ def test_products_of_few_tokens_compile_to_vector_copies_into_tensor_cores(tmp_p
 
 
 LINEARS_POINTERS = ("x", *(f"{name}{place}" for name in ("weight", "bias", "out") for place in range(3)))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "ranks", "gated", "tokens", "capability"),
+    [
+        (torch.bfloat16, (16, 16, 16), False, 8, 90),
+        (torch.bfloat16, (8, 64), True, 64, 80),
+        (torch.float32, (8,), False, 1000, 80),
+        (torch.float32, (256, 256), True, 8, 90),
+    ],
+    ids=str,
+)
+def test_low_rank_adapters_compile_to_vector_reads(tmp_path, monkeypatch, adapters, ranks, gated, tokens, capability):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from hf_dsde.kernels import low_rank
+    from hf_dsde.kernels.reference import LowRank
+
+    launched, originals = [], {}
+    for name in ("_down_kernel", "_up_kernel"):
+        originals[name] = getattr(low_rank, name)
+        monkeypatch.setattr(low_rank, name, Recorder(launched))
+    states = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
+    bases = [torch.zeros(tokens, 1024, dtype=torch.bfloat16) for _ in ranks]
+    terms = [
+        [LowRank(torch.zeros(rank, 4096, dtype=adapters), torch.zeros(1024, rank, dtype=adapters), 2.0)]
+        for rank in ranks
+    ]
+    low_rank.gated_low_rank(states, bases, terms) if gated else low_rank.add_low_rank(states, bases, terms)
+    own = f"*{'bf16' if adapters == torch.bfloat16 else 'fp32'}"
+    for kernel, (values, given) in zip(originals.values(), launched, strict=True):
+        given |= {"chained": capability >= 90}
+        assert len(values) + len(given) - 1 == len(kernel.arg_names)
+        warps = given.pop("num_warps")
+        types = {"sums": "*fp32", "x": "*bf16"} | {f"scaling{place}": "fp32" for place in range(3)}
+        types |= {f"{name}{place}": "*bf16" for name in ("base", "out") for place in range(3)}
+        for place in range(3):  # where there is no module, the input stands for its weights
+            types |= dict.fromkeys((f"down{place}", f"up{place}"), own if place < len(ranks) else "*bf16")
+        types |= dict.fromkeys(("total", *(f"{name}{place}" for name in ("rows", "rank") for place in range(3))), "i32")
+        compiled = _compile(kernel, types, given, warps, capability=capability)
+        code = compiled.asm["ptx"]
+        assert "mma" in code
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+)", code)
+        assert "0x10" in copies or "ld.global.v4" in code
+        assert compiled.metadata.shared <= 99 * 1024

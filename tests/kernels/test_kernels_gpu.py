@@ -13,17 +13,21 @@ from kernel_cases import (
     ATTENTION_CASES,
     DISTRIBUTIONS,
     DIVERGENCES,
+    LOW_RANK_CASES,
     NUCLEI,
     PRODUCT_CASES,
     AttentionCase,
+    LowRankCase,
     ProductCase,
     make_attention,
+    make_low_rank,
     make_products,
     rounded_gated,
     slow_attention,
     slow_divergence,
     slow_entropy_and_top,
     slow_linear,
+    slow_low_rank,
     slow_nucleus,
     without_positions,
 )
@@ -366,21 +370,87 @@ def test_a_recorded_product_follows_the_contents_of_its_tensors(kernels):
             assert torch.equal(found, right)
 
 
+HALVES_AND_SINGLE = [(BFLOAT16, None), (FLOAT16, None), (FLOAT32, None), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)]
+
+
+@pytest.mark.parametrize(("dtype", "own"), HALVES_AND_SINGLE, ids=str)
+@pytest.mark.parametrize("name", LOW_RANK_CASES)
+def test_low_rank_adapters_add_what_the_definition_says(kernels, name, dtype, own):
+    x, bases, adapters = make_low_rank(LOW_RANK_CASES[name], dtype, own, "cuda")
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": TOLERANCE[dtype]}
+    for result, base, terms in zip(kernels.add_low_rank(x, bases, adapters), bases, adapters, strict=True):
+        assert result.dtype is dtype
+        torch.testing.assert_close(result.double().cpu(), slow_low_rank(x, base, terms), **near)
+
+
+@pytest.mark.parametrize(("dtype", "own"), HALVES_AND_SINGLE, ids=str)
+@pytest.mark.parametrize("tokens", [1, 8, 32, 64, 200, 1000])
+@pytest.mark.parametrize(
+    ("width", "rows", "ranks"),
+    [
+        (4096, (4096, 1024, 1024), ((16,), (16,), (16,))),
+        (12288, (4096,), ((64,),)),
+        (4096, (12288, 12288), ((8,), (256,))),
+        (2048, (2048, 512), ((8, 32), (8,))),
+    ],
+    ids=str,
+)
+def test_low_rank_adapters_of_real_shapes_are_those_of_plain_torch(kernels, width, rows, ranks, tokens, dtype, own):
+    from hf_dsde.kernels import low_rank
+
+    x, bases, adapters = make_low_rank(LowRankCase(tokens, width, rows, ranks), dtype, own, "cuda")
+    assert low_rank.suits(x, bases, adapters)
+    found, expected = (ops.add_low_rank(x, bases, adapters) for ops in (kernels, reference))
+    for result, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=1.6e-2, atol=4 * TOLERANCE[dtype])
+        assert dtype is FLOAT32 or (result == right).double().mean() > 0.75
+    if len(bases) == 2 and rows[0] == rows[1]:
+        found, right = (ops.gated_low_rank(x, bases, adapters) for ops in (kernels, reference))
+        torch.testing.assert_close(found, right, rtol=3e-2, atol=4 * TOLERANCE[dtype])
+
+
+def test_recorded_adapters_follow_the_contents_of_their_tensors(kernels):
+    x, bases, adapters = make_low_rank(LowRankCase(8, 4096, (512, 512), ((16,), (16,))), BFLOAT16, None, "cuda")
+    fresh = x.clone()
+
+    def launch(states):
+        return [*kernels.add_low_rank(states, bases, adapters), kernels.gated_low_rank(states, bases, adapters)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch(x)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = launch(x)
+    for states in (fresh, fresh.flip(0)):
+        x.copy_(states)
+        for result in recorded:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert all(map(torch.equal, recorded, launch(states)))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("width", [1, 3])
-def test_kernels_that_are_set_up_early_give_what_others_give(kernels, width, monkeypatch):
+def test_kernels_that_are_set_up_early_give_what_others_give(kernels, width, adapted, monkeypatch):
     """The same arithmetic, bit for bit, in a chain of kernels which all read what the one in front wrote."""
     from hf_dsde.kernels import attention as attention_kernel
-    from hf_dsde.kernels import chaining
+    from hf_dsde.kernels import chaining, low_rank
     from hf_dsde.kernels import linear as skinny_linear
 
     device = torch.device("cuda", 0)
     if not chaining.chaining(device)["chained"]:
         pytest.skip("needs compute capability 9.0")
     model = tiny_model(hidden_size=128, intermediate_size=256, head_dim=32).to(device, BFLOAT16)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        everywhere = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, everywhere, autocast_adapter_dtype=False).eval().get_base_model()
     rows, lengths = 6, torch.tensor([40, 7, 33, 1, 20, 12])
 
     def logits(chained):
-        for module in (kernels, skinny_linear, attention_kernel):
+        for module in (kernels, skinny_linear, attention_kernel, low_rank):
             arguments = chaining.chaining(device) if chained else {"chained": False}
             monkeypatch.setattr(module, "chaining", lambda _, arguments=arguments: arguments)
         generator = torch.Generator().manual_seed(0)

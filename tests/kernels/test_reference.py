@@ -11,12 +11,15 @@ from kernel_cases import (
     ATTENTION_CASES,
     DISTRIBUTIONS,
     DIVERGENCES,
+    LOW_RANK_CASES,
     NUCLEI,
     make_attention,
+    make_low_rank,
     rounded_gated,
     slow_divergence,
     slow_entropy_and_top,
     slow_linear,
+    slow_low_rank,
     slow_nucleus,
 )
 from kernel_cases import slow_attention as slow_attention_of
@@ -104,6 +107,25 @@ def test_gated_product_is_that_of_the_stock_module(dtype: torch.dtype) -> None:
     exact = [slow_linear(x, module.weight) for module in (mlp.gate_proj, mlp.up_proj)]
     tolerance = 8 * max(torch.finfo(dtype).eps, 1e-12)
     torch.testing.assert_close(gated, rounded_gated(*exact, dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "own"), [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32)], ids=str
+)
+@pytest.mark.parametrize("name", ["ranks that differ", "two adapters", "some modules with more adapters"])
+def test_low_rank_adapters_add_what_the_definition_says(name: str, dtype: torch.dtype, own: torch.dtype) -> None:
+    x, bases, adapters = make_low_rank(LOW_RANK_CASES[name], dtype, own)
+    before = [base.clone() for base in bases]
+    tolerance = 8 * max(torch.finfo(dtype).eps, 1e-12)
+    exact = [slow_low_rank(x, base, terms) for base, terms in zip(bases, adapters, strict=True)]
+    for result, expected in zip(reference.add_low_rank(x, bases, adapters), exact, strict=True):
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+    assert all(map(torch.equal, bases, before))
+    few = [[term._replace(up=term.up[:9]) for term in terms] for terms in adapters[:2]]
+    found = reference.gated_low_rank(x, [base[:, :9] for base in bases[:2]], few)
+    gate, up = (each[:, :9].to(dtype) for each in exact[:2])
+    torch.testing.assert_close(found, nn.functional.silu(gate) * up, rtol=2 * tolerance, atol=2 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
