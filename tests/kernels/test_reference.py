@@ -100,6 +100,7 @@ def test_products_are_those_of_linear_modules(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated_product_is_that_of_the_stock_module(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     mlp = LlamaMLP(LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4)).to(dtype)
     x = random(5, 24, dtype=dtype) * 4
     gated = reference.gated_linear(x, mlp.gate_proj.weight, mlp.up_proj.weight)
