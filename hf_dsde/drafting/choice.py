@@ -31,11 +31,39 @@ class Offer(NamedTuple):
     gain: float = 0.0
 
 
+class Pace(NamedTuple):
+    """What a round is expected to bring: tokens per second, and the seconds that it takes."""
+
+    rate: float
+    seconds: float
+
+    def saved(self, other: Pace) -> float:
+        """Seconds that its tokens would take longer in rounds of another pace."""
+        return self.seconds * (self.rate / other.rate - 1)
+
+
+class Taken(NamedTuple):
+    """Rows that take the texts' drafts, with the pace of a round in which they do, and of one in which none does."""
+
+    rows: frozenset[int]
+    pace: Pace
+    without: Pace
+
+
 class Choice(NamedTuple):
-    """Who drafts: rows that take the text's draft, and whether the model drafts for the others."""
+    """Who drafts, and what texts are worth in this round.
+
+    Attributes:
+        texts: Rows that take the text's draft.
+        model: Whether the model drafts for the others.
+        saved: Seconds that the texts' drafts save; what it took to find them is not taken off.
+        otherwise: Seconds of a round without them.
+    """
 
     texts: frozenset[int]
     model: bool
+    saved: float = 0.0
+    otherwise: float = math.inf
 
 
 @dataclass
@@ -142,12 +170,24 @@ def worthwhile(text: Offer, seconds: Sequence[float]) -> Offer:
     return text if length == text.tokens else Offer(length, min(best - 1.0, text.gain))
 
 
-def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: BatchCosts) -> Choice:
+def round_seconds(costs: BatchCosts, draft_steps: int, tokens: float, pass_rows: int) -> float:
+    """Seconds of a round.
+
+    Args:
+        costs: Of the batch.
+        draft_steps: Draft steps of the round.
+        tokens: Tokens of all rows in the target's pass.
+        pass_rows: Rows in it, those that have finished and still keep their place included: of these, costs are.
+    """
+    return costs.draft_seconds(draft_steps) + costs.verify.at(tokens / pass_rows) + costs.overhead
+
+
+def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: BatchCosts, pass_rows: int | None = None) -> Choice:
     """Choose what brings most tokens per second.
 
     A row's round brings `1 + gain` tokens, of `n` drafted ones, and all rows together take
 
-        T = draft(steps) + verify(1 + mean of n) + overhead
+        T = draft(steps) + verify(sum(1 + n) / rows of the pass) + overhead
 
     seconds: the draft's steps are those of the longest draft of the model, the columns those of a packed pass. Twice,
     the texts' drafts are found that make `sum(1 + gain) / T` largest: with the model, which drafts for the other rows
@@ -162,30 +202,24 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: BatchCosts) ->
         model: What the model offers each row that goes on.
         texts: What the texts offer, likewise.
         costs: Of the batch.
+        pass_rows: Rows in the target's pass; None for those that go on.
     """
-    if not any(offer.tokens for offer in texts):
-        return Choice(frozenset(), True)
-    steps = max(offer.tokens for offer in model)
-
-    def seconds(draft_steps: int, columns: float) -> float:
-        return costs.draft_seconds(draft_steps) + costs.verify.at(columns) + costs.overhead
-
-    alone, rows_alone = with_texts([Offer()] * len(model), texts, lambda columns: seconds(0, columns))
-    both, rows_of_both = with_texts(model, texts, lambda columns: seconds(steps, columns))
-    if rows_alone and alone > both:
-        return Choice(rows_alone, False)
-    return Choice(rows_of_both, True)
+    steps, rows = max(offer.tokens for offer in model), pass_rows or len(model)
+    both = with_texts(model, texts, lambda tokens: round_seconds(costs, steps, tokens, rows))
+    if any(offer.tokens for offer in texts):
+        alone = with_texts([Offer()] * len(model), texts, lambda tokens: round_seconds(costs, 0, tokens, rows))
+        if alone.rows and alone.pace.rate > both.pace.rate:
+            return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds)
+    return Choice(both.rows, True, both.pace.saved(both.without), both.without.seconds)
 
 
-def with_texts(
-    otherwise: Sequence[Offer], texts: Sequence[Offer], seconds: Callable[[float], float]
-) -> tuple[float, frozenset[int]]:
-    """Return the most tokens per second, and the rows that take the texts' drafts for it.
+def with_texts(otherwise: Sequence[Offer], texts: Sequence[Offer], seconds: Callable[[float], float]) -> Taken:
+    """Return the rows that take the texts' drafts so that most tokens come per second.
 
     Args:
         otherwise: What each row has if it does not.
         texts: The texts' drafts.
-        seconds: Of a round, by the mean number of columns per row.
+        seconds: Of a round, by the number of tokens in the target's pass.
     """
     rows = len(otherwise)
     tokens, gain = (rows + sum(column) for column in zip(*otherwise, strict=True))
@@ -195,10 +229,12 @@ def with_texts(
         if text.gain > other.gain
     ]
     further.sort(key=lambda entry: entry[2] / entry[1] if entry[1] > 0 else math.inf, reverse=True)
-    best, taken = gain / seconds(tokens / rows), 0
+    time = seconds(tokens)
+    best = without = Pace(gain / time, time)
+    taken = 0
     for count, (_, more_tokens, more_gain) in enumerate(further, start=1):
         tokens, gain = tokens + more_tokens, gain + more_gain
-        rate = gain / seconds(tokens / rows)
-        if rate > best:
-            best, taken = rate, count
-    return best, frozenset(row for row, _, _ in further[:taken])
+        time = seconds(tokens)
+        if gain / time > best.rate:
+            best, taken = Pace(gain / time, time), count
+    return Taken(frozenset(row for row, _, _ in further[:taken]), best, without)

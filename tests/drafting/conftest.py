@@ -33,7 +33,7 @@ def chosen_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who drafts is a matter of chance: what is decided well or badly may change no text."""
     numbers = random.Random(0)
 
-    def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: Any) -> Choice:
+    def choose(model: Sequence[Offer], texts: Sequence[Offer], *prices: Any) -> Choice:
         offering = [row for row, text in enumerate(texts) if text.tokens]
         return Choice(frozenset(row for row in offering if numbers.random() < 0.6), numbers.random() < 0.8)
 

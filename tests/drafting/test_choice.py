@@ -55,7 +55,7 @@ def test_no_other_choice_brings_more_tokens_per_second() -> None:
             chosen = rate(model, texts, choice.texts, choice.model, prices)
             assert chosen == pytest.approx(best_rate(model, texts, prices))
         else:
-            assert choice == Choice(frozenset(), True)
+            assert (choice.texts, choice.model, choice.saved) == (frozenset(), True, 0.0)
         offered = {row for row, text in enumerate(texts) if text.tokens}
         assert choice.texts <= offered
         seen.append((choice.model, bool(choice.texts), choice.texts == offered))
@@ -65,8 +65,8 @@ def test_no_other_choice_brings_more_tokens_per_second() -> None:
 def test_a_row_takes_what_promises_more() -> None:
     model = [model_offer(4, 0.5)] * 4  # 0.9375 tokens
     texts = [Offer(8, 6.0), Offer(4, 0.9), Offer(1, 0.95), Offer()]
-    assert choose(model, texts, costs(0.01)) == Choice(frozenset({0, 2}), True)
-    assert choose(model, texts, costs(0.5)) == Choice(frozenset({0, 1, 2}), False)
+    assert choose(model, texts, costs(0.01))[:2] == (frozenset({0, 2}), True)
+    assert choose(model, texts, costs(0.5))[:2] == (frozenset({0, 1, 2}), False)
 
 
 def test_columns_have_a_price() -> None:
@@ -78,9 +78,36 @@ def test_columns_have_a_price() -> None:
 
 def test_without_texts_the_policy_decides() -> None:
     """Also where the model loses: it may be a probe."""
-    assert choose([model_offer(1, 0.01)], [Offer()], costs(9.0)) == Choice(frozenset(), True)
+    assert choose([model_offer(1, 0.01)], [Offer()], costs(9.0)) == Choice(frozenset(), True, 0.0, 10.0)
     dear = choose([model_offer(1, 0.01)], [Offer(5, 0.01)], costs(9.0, column=3.0))
-    assert dear == Choice(frozenset(), True), "a text that is not worth its columns is as good as none"
+    assert dear == Choice(frozenset(), True, 0.0, 13.0), "a text that is not worth its columns is as good as none"
+
+
+def test_what_texts_save_is_what_their_tokens_take_without_them() -> None:
+    """Without: two rows of a token each in 1.25 seconds. With: two and five tokens, in 1.25 + 2 columns of 0.1."""
+    choice = choose([Offer()] * 2, [Offer(1, 1.0), Offer(3, 4.0)], costs(0.0, column=0.1, overhead=0.25))
+    assert choice.texts == {0, 1}
+    assert choice.saved == pytest.approx(7 * 1.25 / 2 - 1.45)
+    assert choice.otherwise == pytest.approx(1.25)
+    model = [model_offer(2, 1.0)] * 2
+    both = choose(model, [Offer(8, 6.0), Offer()], costs(0.01, column=0.05))
+    without, with_them = 0.02 + 1.1, 0.02 + 1 + 5 * 0.05
+    assert both[:2] == (frozenset({0}), True)
+    assert both.saved == pytest.approx(10 * without / 6 - with_them)
+    alone = choose(model, [Offer(8, 8.0)] * 2, costs(0.5, column=0.05))
+    assert alone[:2] == (frozenset({0, 1}), False)
+    assert alone.saved == pytest.approx(18 * 2.1 / 6 - 1.4)
+    assert alone.otherwise == pytest.approx(2.1)
+
+
+def test_columns_are_counted_over_the_rows_of_the_pass() -> None:
+    """Where half of them have finished, two tokens of each other row are as many as a column."""
+    prices = BatchCosts(None, CostCurve((1, 2), (1.0, 9.0)))
+    texts = [Offer(1, 0.5)] * 4
+    assert choose([Offer()] * 4, texts, prices).texts == set()
+    assert choose([Offer()] * 4, texts, prices, 8).texts == {0, 1, 2, 3}
+    assert choose([Offer()] * 4, texts, prices, 8).otherwise == 1.0
+    assert choose([Offer()] * 4, texts, prices, 6).texts == {0, 1}
 
 
 def test_a_texts_draft_is_cut_where_its_tokens_bring_less_than_they_take() -> None:

@@ -152,7 +152,7 @@ def test_what_was_overtaken_is_asked_again(rounds: list[CandidateBatch], monkeyp
     monkeypatch.setattr(run_ahead, "overlaps", lambda device: True)
     turns = itertools.cycle([False, False, False, True, True])
 
-    def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: Any) -> Choice:
+    def choose(model: Sequence[Offer], texts: Sequence[Offer], *prices: Any) -> Choice:
         asked.append(max(offer.tokens for offer in model))
         offering = [row for row, text in enumerate(texts) if text.tokens] if next(turns) else []
         return Choice(frozenset(offering[:2]), True)
@@ -241,7 +241,7 @@ def test_a_pass_that_was_begun_is_used_where_texts_drafted_little(kind: str, mon
     """It has read as many tokens as the rows have of others."""
     monkeypatch.setattr(run_ahead, "overlaps", lambda device: True)
 
-    def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: Any) -> Choice:
+    def choose(model: Sequence[Offer], texts: Sequence[Offer], *prices: Any) -> Choice:
         return Choice(frozenset(row for row, text in enumerate(texts) if row < 2 and text.tokens), True)
 
     monkeypatch.setattr(hybrids, "choose", choose)
