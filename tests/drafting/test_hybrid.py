@@ -232,7 +232,8 @@ def test_a_model_that_sat_out_drafts_as_if_it_had_read_all(
             expected, _ = reference_draft(target, draft, known_text, drafted)
         else:
             ids, n = torch.tensor([known_text]), len(drafted)
-            expected = draft.generate(ids, max_new_tokens=n, do_sample=False, eos_token_id=None)[0, -n:].tolist()
+            whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some tokens look like padding
+            expected = draft.generate(**whole, max_new_tokens=n, do_sample=False, eos_token_id=None)[0, -n:].tolist()
         assert drafted == expected
 
 
