@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from hf_dsde.costs import BatchCosts
@@ -29,6 +30,31 @@ class Offer(NamedTuple):
 
     tokens: int = 0
     gain: float = 0.0
+
+
+class RoundPrices(NamedTuple):
+    """What rounds take, by what they draft.
+
+    Attributes:
+        costs: Of the batch.
+        rows: Rows in the target's pass, those included that have finished and still keep their place.
+        padded: Whether all of them have as many columns as the longest one; else their tokens lie one after another.
+    """
+
+    costs: BatchCosts
+    rows: int
+    padded: bool = False
+
+    def seconds(self, draft_steps: int, tokens: int, longest: int) -> float:
+        """Seconds of a round.
+
+        Args:
+            draft_steps: Draft steps of the round.
+            tokens: Tokens of all rows in the target's pass.
+            longest: Drafted tokens of the row that has most.
+        """
+        columns = 1 + longest if self.padded else tokens / self.rows
+        return self.costs.draft_seconds(draft_steps) + self.costs.verify.at(columns) + self.costs.overhead
 
 
 class Pace(NamedTuple):
@@ -149,6 +175,14 @@ def survival(tokens: int, tenths: int) -> float:
     return (low + high) / 2
 
 
+def shortened(text: Offer, tokens: int) -> Offer:
+    """Return the beginning of a text's draft, if it has more tokens than so many."""
+    if text.tokens <= tokens:
+        return text
+    a = survival(text.tokens, round(10 * text.gain))
+    return Offer(tokens, min(sum(a**depth for depth in range(1, tokens + 1)), text.gain))
+
+
 def worthwhile(text: Offer, seconds: Sequence[float]) -> Offer:
     """Cut a text's draft where its tokens bring less than their columns take.
 
@@ -170,26 +204,33 @@ def worthwhile(text: Offer, seconds: Sequence[float]) -> Offer:
     return text if length == text.tokens else Offer(length, min(best - 1.0, text.gain))
 
 
-def round_seconds(costs: BatchCosts, draft_steps: int, tokens: float, pass_rows: int) -> float:
-    """Seconds of a round.
+def common_length(texts: Sequence[Offer], seconds: Sequence[float], rows: int) -> int:
+    """Return how long drafts may be where a pass has as many columns for every row: of all, the best bound.
 
     Args:
-        costs: Of the batch.
-        draft_steps: Draft steps of the round.
-        tokens: Tokens of all rows in the target's pass.
-        pass_rows: Rows in it, those that have finished and still keep their place included: of these, costs are.
+        texts: All of the texts' drafts.
+        seconds: As for `worthwhile`.
+        rows: Rows that go on.
     """
-    return costs.draft_seconds(draft_steps) + costs.verify.at(tokens / pass_rows) + costs.overhead
+    gains = [float(rows), *[0.0] * (len(seconds) - 1)]  # by the number of a token in its draft; 0 is the target's own
+    for text in texts:
+        stands, a = 1.0, survival(text.tokens, round(10 * text.gain)) if text.tokens else 0.0
+        for length in range(1, text.tokens + 1):
+            stands *= a
+            gains[length] += stands
+    rates = [tokens / time for tokens, time in zip(accumulate(gains), seconds, strict=True)]
+    return rates.index(max(rates))
 
 
-def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: BatchCosts, pass_rows: int | None = None) -> Choice:
+def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices) -> Choice:
     """Choose what brings most tokens per second.
 
     A row's round brings `1 + gain` tokens, of `n` drafted ones, and all rows together take
 
         T = draft(steps) + verify(sum(1 + n) / rows of the pass) + overhead
 
-    seconds: the draft's steps are those of the longest draft of the model, the columns those of a packed pass. Twice,
+    seconds: the draft's steps are those of the longest draft of the model, the columns those of a packed pass; a padded
+    one has as many for every row as for the longest. Twice,
     the texts' drafts are found that make `sum(1 + gain) / T` largest: with the model, which drafts for the other rows
     what is wanted of it, and without. The better one is chosen. Where no text's draft is worth its columns, the model
     does what the policy wants.
@@ -201,25 +242,28 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: BatchCosts, pa
     Args:
         model: What the model offers each row that goes on.
         texts: What the texts offer, likewise.
-        costs: Of the batch.
-        pass_rows: Rows in the target's pass; None for those that go on.
+        prices: Of the batch.
     """
-    steps, rows = max(offer.tokens for offer in model), pass_rows or len(model)
-    both = with_texts(model, texts, lambda tokens: round_seconds(costs, steps, tokens, rows))
+    steps = max(offer.tokens for offer in model)
+    both = with_texts(model, texts, prices, steps, steps)
     if any(offer.tokens for offer in texts):
-        alone = with_texts([Offer()] * len(model), texts, lambda tokens: round_seconds(costs, 0, tokens, rows))
+        alone = with_texts([Offer()] * len(model), texts, prices, 0, 0)
         if alone.rows and alone.pace.rate > both.pace.rate:
             return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds)
     return Choice(both.rows, True, both.pace.saved(both.without), both.without.seconds)
 
 
-def with_texts(otherwise: Sequence[Offer], texts: Sequence[Offer], seconds: Callable[[float], float]) -> Taken:
+def with_texts(
+    otherwise: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices, steps_without: int, steps: int
+) -> Taken:
     """Return the rows that take the texts' drafts so that most tokens come per second.
 
     Args:
         otherwise: What each row has if it does not.
         texts: The texts' drafts.
-        seconds: Of a round, by the number of tokens in the target's pass.
+        prices: Of the batch.
+        steps_without: Draft steps of a round in which no row takes a text's draft.
+        steps: Those of any other round.
     """
     rows = len(otherwise)
     tokens, gain = (rows + sum(column) for column in zip(*otherwise, strict=True))
@@ -228,13 +272,18 @@ def with_texts(otherwise: Sequence[Offer], texts: Sequence[Offer], seconds: Call
         for row, (text, other) in enumerate(zip(texts, otherwise, strict=True))
         if text.gain > other.gain
     ]
-    further.sort(key=lambda entry: entry[2] / entry[1] if entry[1] > 0 else math.inf, reverse=True)
-    time = seconds(tokens)
+    if prices.padded:  # as long drafts as the longest have their columns anyway
+        further.sort(key=lambda entry: texts[entry[0]].tokens)
+    else:
+        further.sort(key=lambda entry: entry[2] / entry[1] if entry[1] > 0 else math.inf, reverse=True)
+    longest = max(other.tokens for other in otherwise)
+    time = prices.seconds(steps_without, tokens, longest)
     best = without = Pace(gain / time, time)
     taken = 0
-    for count, (_, more_tokens, more_gain) in enumerate(further, start=1):
+    for count, (row, more_tokens, more_gain) in enumerate(further, start=1):
         tokens, gain = tokens + more_tokens, gain + more_gain
-        time = seconds(tokens)
+        longest = max(longest, texts[row].tokens)
+        time = prices.seconds(steps, tokens, longest)
         if gain / time > best.rate:
             best, taken = Pace(gain / time, time), count
     return Taken(frozenset(row for row, _, _ in further[:taken]), best, without)

@@ -18,7 +18,7 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.drafting.chain import ChainDrafter
-from hf_dsde.drafting.choice import Choice, Offer, RunningAcceptance, choose, model_offer
+from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, RunningAcceptance, choose, model_offer
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.execution.cuda_graphs import RecordingCosts
@@ -72,10 +72,10 @@ class HybridDrafter(Drafter):
         acceptance = self._acceptance.of_rows()
         offers = [model_offer(n, a) for n, a, bound in zip(wanted, acceptance, most, strict=True) if bound]
 
-        def judge(texts: Sequence[Offer], pass_rows: int) -> Choice:
-            return choose(offers, texts, costs, pass_rows)
+        def judge(texts: Sequence[Offer], prices: RoundPrices) -> Choice:
+            return choose(offers, texts, prices)
 
-        self._drafts, choice = self.text.look(most, most, costs, judge)
+        self._drafts, choice = self.text.look(most, most, costs, judge, max(wanted))
         if choice is not None and not choice.model:
             if any(wanted):
                 self._acceptance.forget()

@@ -8,7 +8,25 @@ from itertools import combinations
 import pytest
 
 from hf_dsde.costs import BatchCosts, CostCurve
-from hf_dsde.drafting.choice import Choice, Offer, RunningAcceptance, choose, model_offer, survival, worthwhile
+from hf_dsde.drafting import choice as choices
+from hf_dsde.drafting.choice import (
+    Choice,
+    Offer,
+    RoundPrices,
+    RunningAcceptance,
+    common_length,
+    model_offer,
+    shortened,
+    survival,
+    worthwhile,
+)
+
+
+def choose(
+    model: list[Offer], texts: list[Offer], prices: BatchCosts, rows: int | None = None, padded: bool = False
+) -> Choice:
+    """Choose for passes that have the rows that go on, unless it is said how many there are."""
+    return choices.choose(model, texts, RoundPrices(prices, rows or len(model), padded))
 
 
 def costs(draft: float = 0.1, column: float = 0.0, overhead: float = 0.0) -> BatchCosts:
@@ -16,13 +34,22 @@ def costs(draft: float = 0.1, column: float = 0.0, overhead: float = 0.0) -> Bat
     return BatchCosts(CostCurve.line(draft, draft) if draft else None, CostCurve.line(1.0, column), overhead)
 
 
-def rate(model: list[Offer], texts: list[Offer], taken: frozenset[int], runs: bool, prices: BatchCosts) -> float:
+def rate(
+    model: list[Offer],
+    texts: list[Offer],
+    taken: frozenset[int],
+    runs: bool,
+    prices: BatchCosts,
+    padded: bool = False,
+) -> float:
     """Tokens per second of a choice."""
     offers = [text if row in taken else other for row, (text, other) in enumerate(zip(texts, model, strict=True))]
     if not runs:
         offers = [texts[row] if row in taken else Offer() for row in range(len(texts))]
     steps = max(offer.tokens for offer in model) if runs else 0
     mean = 1 + sum(offer.tokens for offer in offers) / len(offers)
+    if padded:
+        mean = 1 + max(offer.tokens for offer in offers)
     seconds = prices.draft_seconds(steps) + prices.verify.at(mean) + prices.overhead
     return sum(1 + offer.gain for offer in offers) / seconds
 
@@ -170,3 +197,39 @@ def test_a_model_that_nobody_asks_is_forgotten() -> None:
     for _ in range(300):
         acceptance.forget()
     assert acceptance.batch == pytest.approx(0.7, abs=0.02)
+
+
+def test_in_a_padded_pass_drafts_no_longer_than_the_longest_are_free() -> None:
+    numbers = random.Random(0)
+    taken: list[bool] = []
+    for _ in range(300):
+        rows = numbers.randrange(1, 6)
+        prices = costs(0.0, numbers.choice([0.02, 0.1, 0.3]), numbers.choice([0.0, 0.2]))
+        nothing = [Offer()] * rows
+        texts = [Offer(n, numbers.random() * n) for n in (numbers.choice([0, 1, 4, 16]) for _ in range(rows))]
+        chosen = choose(nothing, texts, prices, padded=True).texts
+        sets = [frozenset(each) for count in range(rows + 1) for each in combinations(range(rows), count)]
+        best = max(rate(nothing, texts, each, False, prices, padded=True) for each in sets)
+        assert rate(nothing, texts, chosen, False, prices, padded=True) == pytest.approx(best)
+        taken.append(bool(chosen))
+    assert 50 < sum(taken) < 250
+
+
+def test_the_common_length_of_drafts_is_the_best_one() -> None:
+    numbers = random.Random(0)
+    lengths: set[int] = set()
+    for _ in range(100):
+        rows = numbers.randrange(1, 6)
+        texts = [Offer(n, numbers.random() * n) for n in (numbers.choice([0, 1, 4, 16]) for _ in range(rows))]
+        seconds = [1.0 + numbers.choice([0.02, 0.1, 0.3]) * n for n in range(max(text.tokens for text in texts) + 1)]
+        length = common_length(texts, seconds, rows)
+
+        def rate_at(most: int, texts: list[Offer] = texts, seconds: list[float] = seconds) -> float:
+            return sum(1 + shortened(text, most).gain for text in texts) / seconds[most]
+
+        assert rate_at(length) == pytest.approx(max(map(rate_at, range(len(seconds)))), rel=0.05)
+        assert all(shortened(text, length).tokens == min(text.tokens, length) for text in texts)
+        lengths.add(length)
+    assert len(lengths) > 4
+    assert shortened(Offer(4, 3.0), 4) == Offer(4, 3.0)
+    assert shortened(Offer(4, 2.0), 1).gain == pytest.approx(survival(4, 20))

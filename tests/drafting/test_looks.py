@@ -50,7 +50,7 @@ class Scripted(TextDrafter[Tokens]):
     def continuation(self, text: Tokens, most: int) -> Continuation:
         raise NotImplementedError
 
-    def propose(self, sequences: SequenceBatch, most: Sequence[int]) -> list[Continuation]:  # noqa: ARG002
+    def propose(self, sequences: SequenceBatch, most: Sequence[int]) -> list[Continuation]:
         rows = [row for row, n in enumerate(most) if n]
         self.looks.append(rows)
         self.now += self.seconds * len(rows)
@@ -239,9 +239,7 @@ class SimulatedJob:
         lengths = self.hybrid.allot([STEPS] * ROWS, [9] * ROWS, self.costs.current)
         copied = [bool(draft.tokens) for draft in self.hybrid._drafts]
         steps = STEPS if any(n and not taken for n, taken in zip(lengths, copied, strict=True)) else 0
-        accepted = [
-            3 if taken else self.model_accepts() if n else 0 for n, taken in zip(lengths, copied, strict=True)
-        ]
+        accepted = [3 if taken else self.model_accepts() if n else 0 for n, taken in zip(lengths, copied, strict=True)]
         accepted = [min(pair) for pair in zip(accepted, lengths, strict=True)]
         self.hybrid._drafted = self.hybrid._drafts
         self.hybrid.update_candidate_strategy(self.text.call.sequences, torch.empty(0), accepted, lengths)

@@ -19,7 +19,7 @@ from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.drafting.choice import Choice, Offer, round_seconds, with_texts, worthwhile
+from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, common_length, shortened, with_texts, worthwhile
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.rests import RowRests
 from hf_dsde.policies import Signal
@@ -84,7 +84,8 @@ class TextDrafter(Drafter, Generic[Text]):
         self._texts: list[Text | None] = [None] * call.sequences.rows
         self._allotted: Sequence[Continuation] | None = None  # what the next round may propose, if that is known
         self._proposed: Sequence[Continuation] = ()  # what is being verified
-        self._pass_rows = call.sequences.rows  # rows in the target's pass
+        self._pass_rows = call.sequences.rows  # rows in the target's pass, ...
+        self._padded = call.target is not None and not call.target.packs  # and whether each has the longest's columns
         self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
         self._looking = 0.0  # seconds of the last look, ...
@@ -126,21 +127,22 @@ class TextDrafter(Drafter, Generic[Text]):
             self._read(row)
         return bool(unread)
 
-    def offers(self, proposals: Sequence[Continuation], costs: BatchCosts, pass_rows: int | None = None) -> list[Offer]:
+    def offers(self, proposals: Sequence[Continuation], prices: RoundPrices, others_width: int = 0) -> list[Offer]:
         """Return what of proposals is worth its columns of the target's pass, and what is expected of it.
 
         Args:
             proposals: Of all rows that go on.
-            costs: Of the batch.
-            pass_rows: Rows in the target's pass; None for those that go on.
+            prices: Of the batch.
+            others_width: The longest draft that a row may have otherwise.
         """
-        longest, rows = max((len(proposal.tokens) for proposal in proposals), default=0), len(proposals)
-        seconds = [round_seconds(costs, 0, rows * (1 + n), pass_rows or rows) for n in range(longest + 1)]
-        trust = self.trust
-        return [
-            worthwhile(Offer(len(proposal.tokens), trust * proposal.score), seconds) if proposal.tokens else NO_OFFER
-            for proposal in proposals
-        ]
+        rows, trust = len(proposals), self.trust
+        offers = [Offer(len(each.tokens), trust * each.score) if each.tokens else NO_OFFER for each in proposals]
+        longest = max((offer.tokens for offer in offers), default=0)
+        seconds = [prices.seconds(0, rows * (1 + n), n) for n in range(longest + 1)]
+        if prices.padded:
+            most = max(common_length(offers, seconds, rows), others_width)
+            return [shortened(offer, most) for offer in offers]
+        return [worthwhile(offer, seconds) if offer.tokens else offer for offer in offers]
 
     def cut(self, proposal: Continuation, offer: Offer) -> Continuation:
         """Return as much of a proposal as an offer takes."""
@@ -153,7 +155,8 @@ class TextDrafter(Drafter, Generic[Text]):
         wanted: Sequence[int],
         most: Sequence[int],
         costs: BatchCosts,
-        choose: Callable[[list[Offer], int], Choice],
+        choose: Callable[[list[Offer], RoundPrices], Choice],
+        others_width: int = 0,
     ) -> tuple[list[Continuation], Choice | None]:
         """Look texts up, unless the last look took more time than it saved; return the drafts, and what was chosen.
 
@@ -166,7 +169,8 @@ class TextDrafter(Drafter, Generic[Text]):
             wanted: The most tokens of each row; 0 for rows that are not looked up.
             most: Tokens that each row has a use for, 0 for rows that have finished.
             costs: Of the batch.
-            choose: Is given what the texts offer the rows that go on, and the rows in the target's pass.
+            choose: Is given what the texts offer the rows that go on, and what rounds take.
+            others_width: The longest draft that a row may have otherwise.
 
         Returns:
             The drafts of all rows, most of them empty; the choice, None if nobody was looked up.
@@ -186,8 +190,9 @@ class TextDrafter(Drafter, Generic[Text]):
         begun = time.perf_counter()
         proposals = self.propose(self.call.sequences, asked)
         going_on = [row for row, n in enumerate(most) if n]
-        offers = self.offers([proposals[row] for row in going_on], costs, self._pass_rows)
-        choice = choose(offers, self._pass_rows)
+        prices = RoundPrices(costs, self._pass_rows, self._padded)
+        offers = self.offers([proposals[row] for row in going_on], prices, others_width)
+        choice = choose(offers, prices)
         self._found = [going_on[place] for place in choice.texts]
         for place in choice.texts:
             drafts[going_on[place]] = self.cut(proposals[going_on[place]], offers[place])
@@ -206,16 +211,12 @@ class TextDrafter(Drafter, Generic[Text]):
         if Signal.COSTS not in self.requires:
             return wanted
         assert costs is not None
-        prices = costs
 
-        def choose(texts: list[Offer], pass_rows: int) -> Choice:
-            def seconds(tokens: float) -> float:
-                return round_seconds(prices, int(tokens > len(texts)), tokens, pass_rows)
-
-            taken = with_texts([NO_OFFER] * len(texts), texts, seconds)
+        def choose(texts: list[Offer], prices: RoundPrices) -> Choice:
+            taken = with_texts([NO_OFFER] * len(texts), texts, prices, 0, 1)
             return Choice(taken.rows, False, taken.pace.saved(taken.without), taken.without.seconds)
 
-        self._allotted, _ = self.look(wanted, most, prices, choose)
+        self._allotted, _ = self.look(wanted, most, costs, choose)
         return [len(draft.tokens) for draft in self._allotted]
 
     def get_candidates(  # type: ignore[override] # as in `Drafter`
