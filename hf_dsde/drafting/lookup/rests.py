@@ -1,38 +1,38 @@
-"""Rows whose texts are looked up again: those that keep repeating something, in every round; others less often."""
+"""Rows whose texts are looked up again: those that keep repeating something, at every look; others less often."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 LONGEST_REST = 7
-"""Rounds that a row is left out for at most."""
+"""Looks that a row is left out of at most."""
 
 
 class RowRests:
     """Counts of each row the looks in a row that brought no token of its text.
 
     The first one costs nothing: a change in the middle of a copied passage makes one. After the second the row is left
-    out for 1 round, after the next for 3, and after all further ones for 7.
+    out of 1 look, after the next of 3, and after all further ones of 7.
 
     Args:
         rows: Rows of the batch.
     """
 
     def __init__(self, rows: int) -> None:
-        self._round = 0
+        self._look = 0
         self._misses = [0] * rows
-        self._next = [0] * rows  # the round that a row is looked up again in
+        self._next = [0] * rows  # the look that a row takes part in again
 
-    def next_round(self) -> None:
-        """Let a round pass."""
-        self._round += 1
+    def next_look(self) -> None:
+        """Begin a look, whoever takes part."""
+        self._look += 1
 
     def over(self, row: int) -> bool:
-        """Whether a row is looked up in this round."""
-        return self._next[row] <= self._round
+        """Whether a row takes part."""
+        return self._next[row] <= self._look
 
     def learn(self, row: int, brought: int) -> None:
-        """Take note of what the look of this round has brought.
+        """Take note of what the look has brought a row that took part.
 
         Args:
             row: Of whose text.
@@ -42,7 +42,8 @@ class RowRests:
             self._misses[row] = 0
             return
         self._misses[row] += 1
-        self._next[row] = self._round + 1 + min((1 << (self._misses[row] - 1)) - 1, LONGEST_REST)
+        rest = min((1 << (self._misses[row] - 1)) - 1, LONGEST_REST)
+        self._next[row] = self._look + 1 + rest
 
     def begin(self, rows: Sequence[int]) -> None:
         """Let rows begin other texts."""

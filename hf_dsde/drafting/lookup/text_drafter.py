@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
@@ -52,9 +52,9 @@ class TextDrafter(Drafter, Generic[Text]):
     """Proposes, of each row, what the text makes likely, as far as that is worth the columns of the target's pass.
 
     A row that nobody asks for costs nothing. The policy says how much a row may draft at most, and the measured seconds
-    of passes say what of it is proposed: `worthwhile` cuts each row's draft, and of the rows those draft that make the
-    batch faster (`with_texts`); where none does, the round is a plain step. `SpeculationConfig(cost_cap=False)` leaves
-    all to the policy.
+    of passes say what of it is proposed: `offers` cuts the rows' drafts, and of the rows those draft that make the
+    batch faster (`with_texts`); where none does, the round is a plain step. Looking texts up takes time of its own,
+    which decides how often that is done (`look`). `SpeculationConfig(cost_cap=False)` leaves all to the policy.
     """
 
     _promised, _kept = FIRST_PROMISE, FIRST_PROMISE / 2
@@ -70,6 +70,11 @@ class TextDrafter(Drafter, Generic[Text]):
         return type(self)
 
     @property
+    def conditions(self) -> Hashable:
+        """Whether prices decide: without, draft steps are charged with looks, as policies have to weigh them."""
+        return self._priced
+
+    @property
     def trust(self) -> float:
         """Accepted tokens per token that the scores promised, over the last rounds, also of earlier calls.
 
@@ -81,6 +86,7 @@ class TextDrafter(Drafter, Generic[Text]):
     def start(self, call: DraftCall) -> None:
         """Forget the rows of an earlier call."""
         super().start(call)
+        self._priced = Signal.COSTS in self.requires
         self._texts: list[Text | None] = [None] * call.sequences.rows
         self._allotted: Sequence[Continuation] | None = None  # what the next round may propose, if that is known
         self._proposed: Sequence[Continuation] = ()  # what is being verified
@@ -177,10 +183,10 @@ class TextDrafter(Drafter, Generic[Text]):
         """
         drafts = [NOTHING] * len(most)
         overtaken, self._found, self._looked, self._looking = bool(self._found), (), (), 0.0
-        self._rests.next_round()
         if self._pause and not overtaken:
             self._pause -= 1
             return drafts, None
+        self._rests.next_look()
         asked = [n if on and self._rests.over(row) else 0 for row, (n, on) in enumerate(zip(wanted, most, strict=True))]
         if not any(asked):
             return drafts, None
@@ -208,7 +214,7 @@ class TextDrafter(Drafter, Generic[Text]):
 
     def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:
         """Draft within what the policy wants, where that brings more than it takes; return how much."""
-        if Signal.COSTS not in self.requires:
+        if not self._priced:
             return wanted
         assert costs is not None
 
