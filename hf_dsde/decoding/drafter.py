@@ -160,7 +160,7 @@ class Drafter(CandidateGenerator, ABC):
 
     @property
     def looking_seconds(self) -> float:
-        """Seconds of the host that the last `allot` has spent on looking texts up: no draft step is charged with them."""
+        """Host seconds that the last `allot` has spent on looking texts up: no draft step is charged with them."""
         return 0.0
 
     def prefill(self, rows: Sequence[int]) -> bool:  # noqa: ARG002 - who reads nothing need not look

@@ -135,11 +135,15 @@ def asked_rounds(drafter: Scripted, row: int, rounds: int, accepted: int = 0) ->
     return asked
 
 
+DEAR_LOOK = 0.3
+"""More than half of what a token of one of two rows takes."""
+
+
 @pytest.mark.parametrize("offer", [(0, 0.0), (3, 2.0)], ids=["nothing found", "nothing stands"])
 def test_a_row_whose_looks_bring_nothing_is_left_out_ever_longer(
     offer: tuple[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = Scripted(monkeypatch, [offer, (2, 1.5)])
+    drafter = Scripted(monkeypatch, [offer, (8, 8.0)], DEAR_LOOK)
     begun(drafter, [[3, 4]] * 2)
     assert asked_rounds(drafter, 0, 32) == [0, 1, 3, 7, 15, 23, 31]
     assert all(1 in look for look in drafter.looks), "the other row keeps repeating itself"
@@ -151,14 +155,26 @@ def test_a_row_whose_looks_bring_nothing_is_left_out_ever_longer(
     assert asked_rounds(drafter, 0, 5) == [0, 1, 3], "another text starts afresh"
 
 
+def test_looks_without_result_may_take_as_long_as_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's token takes half of a plain step of 1, and so ten looks of 0.049; in small batches rows are not left out.
+
+    The look of a row alone has the same price as one of many.
+    """
+    drafter = Scripted(monkeypatch, [(0, 0.0), (8, 8.0)], 0.049)
+    begun(drafter, [[3, 4]] * 2)
+    assert asked_rounds(drafter, 0, 24) == [*range(11), 12, 16]
+    drafter.begin_texts([0])
+    assert asked_rounds(drafter, 0, 24) == [*range(11), 12, 16]
+
+
 def test_rows_that_are_not_looked_up_draft_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = Scripted(monkeypatch, [(3, 2.0), (3, 2.0)])
+    drafter = Scripted(monkeypatch, [(8, 8.0), (8, 8.0)], DEAR_LOOK)
     begun(drafter, [[3, 4]] * 2)
     lengths = []
     for _ in range(8):
         lengths.append(drafter.allot([8, 8], [8, 8], prices(0.0)))
         drafter.run(lengths[-1], [0, lengths[-1][1]])
-    assert lengths == [[3, 3], [3, 3], [0, 3], [3, 3], [0, 3], [0, 3], [0, 3], [3, 3]]
+    assert lengths == [[8, 8], [8, 8], [0, 8], [8, 8], [0, 8], [0, 8], [0, 8], [8, 8]]
 
 
 def test_a_look_that_was_overtaken_says_nothing_about_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Nothing here waits for a device: proposals come out of the host's copies of the 
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -95,6 +96,7 @@ class TextDrafter(Drafter, Generic[Text]):
         self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
         self._looking = 0.0  # seconds of the last look, ...
+        self._patience = math.inf  # how many of them a row has that bring nothing, before it is left out, ...
         self._looked: Sequence[int] = ()  # rows that it looked up, of which nothing is known yet, ...
         self._found: Sequence[int] = ()  # and those that it found drafts for which were not verified yet
 
@@ -169,7 +171,7 @@ class TextDrafter(Drafter, Generic[Text]):
         In large batches a look at all texts takes as long as a good part of a pass. What is found is drafted if that
         saves any time, since the look's is spent by then. But after a look that took longer than its drafts save, as
         many rounds pass without one as keep what was lost within `LOOKING_SHARE` of the time. Rows whose looks bring
-        nothing are left out of some (`RowRests`).
+        nothing are left out of some (`RowRests`), once they have taken longer than a token of the row takes otherwise.
 
         Args:
             wanted: The most tokens of each row; 0 for rows that are not looked up.
@@ -204,6 +206,9 @@ class TextDrafter(Drafter, Generic[Text]):
             drafts[going_on[place]] = self.cut(proposals[going_on[place]], offers[place])
         ended = time.perf_counter()
         self._looking = ended - started
+        # As long as its looks take, together, less than a token of a row does otherwise.
+        look_of_row, token = (ended - begun) / len(self._looked), choice.otherwise / len(going_on)
+        self._patience = token / look_of_row if look_of_row else math.inf
         self._pause = int(max(ended - begun - choice.saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
         return drafts, choice
 
@@ -260,10 +265,8 @@ class TextDrafter(Drafter, Generic[Text]):
         """
         found, run = set(self._found), any(draft.tokens for draft in drafts)
         for row in self._looked:
-            if drafts[row].tokens:
-                self._rests.learn(row, accepted[row])
-            elif row not in found:  # else nobody has tried what was found
-                self._rests.learn(row, 0)
+            if drafts[row].tokens or row not in found:  # else nobody has tried what was found
+                self._rests.learn(row, accepted[row] if drafts[row].tokens else 0, self._patience)
         self._looked = ()
         if run:
             self._found = ()
