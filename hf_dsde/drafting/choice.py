@@ -195,6 +195,9 @@ def worthwhile(text: Offer, seconds: Sequence[float]) -> Offer:
     """
     a = survival(text.tokens, round(10 * text.gain))
     expected = stands = best = 1.0
+    # Most drafts of texts that hardly repeat themselves are worth no column.
+    if (1 + text.tokens * a) * seconds[0] <= min(seconds[1 : text.tokens + 1], default=math.inf):
+        return Offer()
     rate, length = 1.0 / seconds[0], 0
     for tokens in range(1, text.tokens + 1):
         stands *= a
