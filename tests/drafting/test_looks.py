@@ -34,12 +34,17 @@ class Scripted(TextDrafter[Tokens]):
         monkeypatch: Of the test.
         offers: Length and score of each row's draft.
         seconds: Of a look, per row.
+        fixed: Of a look, however many rows it is at.
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, offers: Sequence[tuple[int, float]], seconds: float = 0.0
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        offers: Sequence[tuple[int, float]],
+        seconds: float = 0.0,
+        fixed: float = 0.0,
     ) -> None:
-        self.offered, self.seconds = list(offers), seconds
+        self.offered, self.seconds, self.fixed = list(offers), seconds, fixed
         self.now = 0.0
         self.looks: list[list[int]] = []
         monkeypatch.setattr(text_drafter.time, "perf_counter", lambda: self.now)
@@ -53,7 +58,7 @@ class Scripted(TextDrafter[Tokens]):
     def propose(self, sequences: SequenceBatch, most: Sequence[int]) -> list[Continuation]:
         rows = [row for row, n in enumerate(most) if n]
         self.looks.append(rows)
-        self.now += self.seconds * len(rows)
+        self.now += self.seconds * len(rows) + self.fixed
         drafts = [Continuation([7] * min(n, most[row]), score) for row, (n, score) in enumerate(self.offered)]
         return [draft if most[row] and draft.tokens else NOTHING for row, draft in enumerate(drafts)]
 
@@ -230,11 +235,12 @@ ROWS, STEPS = 128, 4
 class SimulatedJob:
     """A hybrid in rounds of made-up seconds: steps of 0.5 ms, passes of 6.5 ms and 1.4 for each further column per row.
 
-    The model's drafts bring 2.2 tokens each. Every eighth row has a text of 8 tokens, of which 3 stand.
+    The model's drafts bring 2.2 tokens each. Some rows have texts of 8 tokens, of which a few stand.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, look: float) -> None:
-        self.text = Scripted(monkeypatch, [(8, 6.0) if row % 8 == 0 else (0, 0.0) for row in range(ROWS)], look / ROWS)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, look: float, every: int, stand: int) -> None:
+        offers = [(0 if row % every else 8, 0.0 if row % every else 6.0) for row in range(ROWS)]
+        self.text, self.stand = Scripted(monkeypatch, offers, fixed=look), stand
         self.hybrid = HybridDrafter(self.text, Model())  # type: ignore[arg-type] # as far as it is asked
         begun(self.hybrid, [[3, 4]] * ROWS)
         verify = CostCurve((1, 2, 3, 5, 9), tuple(self.verify(ROWS * width) for width in (1, 2, 3, 5, 9)))
@@ -255,7 +261,9 @@ class SimulatedJob:
         lengths = self.hybrid.allot([STEPS] * ROWS, [9] * ROWS, self.costs.current)
         copied = [bool(draft.tokens) for draft in self.hybrid._drafts]
         steps = STEPS if any(n and not taken for n, taken in zip(lengths, copied, strict=True)) else 0
-        accepted = [3 if taken else self.model_accepts() if n else 0 for n, taken in zip(lengths, copied, strict=True)]
+        accepted = [
+            self.stand if taken else self.model_accepts() if n else 0 for n, taken in zip(lengths, copied, strict=True)
+        ]
         accepted = [min(pair) for pair in zip(accepted, lengths, strict=True)]
         self.hybrid._drafted = self.hybrid._drafts
         self.hybrid.update_candidate_strategy(self.text.call.sequences, torch.empty(0), accepted, lengths)
@@ -271,9 +279,18 @@ class SimulatedJob:
         self.model_rounds += steps > 0
 
 
-@pytest.mark.parametrize("look", [0.0045, 0.02])
-def test_where_looking_is_dear_the_model_is_not_left_out(look: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = SimulatedJob(monkeypatch, look)
+@pytest.mark.parametrize(
+    ("look", "every", "stand"),
+    [
+        (0.0045, 8, 3),
+        (0.02, 8, 3),
+        (0.0015, 6, 6),  # looks are worth it, and made in every round
+    ],
+)
+def test_where_looking_is_dear_the_model_is_not_left_out(
+    look: float, every: int, stand: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = SimulatedJob(monkeypatch, look, every, stand)
     for _ in range(150):
         job.round()
     assert job.model_rounds == 150
