@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from test_drafters import cycling_model
 from test_suffix_drafter import begun, write
-from tiny_rounds import phases, round_record
+from tiny_calls import speculative
+from tiny_models import ragged_batch
+from tiny_rounds import Notes, phases, round_record
 
 import hf_dsde
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
+from hf_dsde.decoding import run_ahead
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.cost_measurement import CostLearner
 from hf_dsde.decoding.drafter import Drafter
@@ -314,3 +318,23 @@ def test_a_draft_step_is_not_charged_with_looks() -> None:
     assert 0 < record.charged_times.draft < 0.1, "clocks differ, and no step is free"
     assert record.times.draft == 1.0
     assert LOOKING_SHARE < 0.03
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_rounds_say_what_looks_took(overlapping: bool, with_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look comes before its round: in its draft phase where rounds follow each other on the device, or else in the
+    bookkeeping of the round before. The first one lies before all rounds."""
+    monkeypatch.setattr(run_ahead, "overlaps", lambda device: overlapping)
+    monkeypatch.setattr(TextDrafter, "looking_seconds", property(lambda _: 0.5))
+    target, notes = cycling_model(), Notes()
+    draft = ["suffix", target] if with_model else "suffix"
+    speculative(target, draft, ragged_batch([5, 8]), "static", max_new_tokens=20, speculation_listeners=[notes])
+    assert len(notes.events) > 2
+    looks = [record.looks for record in notes.events]
+    assert looks[1:] == [phases(draft=0.5) if overlapping else phases(bookkeeping=0.5)] * (len(looks) - 1)
+    assert looks[0] == (phases() if overlapping else phases(bookkeeping=0.5))
+    model_alone = Notes()
+    inputs = ragged_batch([5, 8])
+    speculative(target, target, inputs, "static", max_new_tokens=20, speculation_listeners=[model_alone])
+    assert {record.looks for record in model_alone.events} == {phases()}
