@@ -214,7 +214,10 @@ def parse_policy(
     spec = PolicySpec.parse(re.sub(r"^static:(\d+)(?=$|\+)", r"static:num_draft_tokens=\1", body))
     base = base or SpeculationConfig()
     filled = spec.fill_to_batch or base.fill_to_batch
-    values: dict[str, Any] = {"policy": spec.policy, "cost_cap": spec.cost_cap, "fill_to_batch": filled}
+    # `+cap` is about policies; whether texts alone are priced is the configuration's, as in any call.
+    from_texts = set(drafters) <= {*NAMED_DRAFTERS} - {EARLY_EXIT}
+    capped = spec.cost_cap or (base.cost_cap if from_texts else False)
+    values: dict[str, Any] = {"policy": spec.policy, "cost_cap": capped, "fill_to_batch": filled}
     if spec.arguments or spec.policy != base.policy:
         values["policy_arguments"] = spec.arguments
     if runner is not None:

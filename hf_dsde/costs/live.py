@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hf_dsde.costs.model import BatchCosts, CostCurve, CostModel
@@ -46,7 +47,7 @@ class LiveCosts:
         self._rows = self._first_rows = rows
         self._refresh = refresh
         self._costs = self._announced = self._first_costs = model.at(rows)
-        self._timed_widths = set(self._costs.verify.counts)
+        self._timed_widths: set[float] = set(self._costs.verify.counts)
         self._by_tokens: dict[int, float] = {}  # seconds of passes of a number of tokens, in more rows than now
         self._drafted = rows, self._costs.draft  # rows of the last draft steps that were timed, and what was known then
         self._usual_steps: float | None = None  # a running average over rounds with drafts, ...
@@ -78,7 +79,7 @@ class LiveCosts:
             return
         if self._rows == self._first_rows:
             self._first_costs = self._costs
-        self._by_tokens |= {self._rows * width: self._costs.verify.at(width) for width in self._timed_widths}
+        self._by_tokens |= {round(self._rows * width): self._costs.verify.at(width) for width in self._timed_widths}
         self._timed_widths.clear()
         if self._refresh and rows < min(self._model.batches):
             self._costs = self._with_fewer_rows(rows)
@@ -119,13 +120,14 @@ class LiveCosts:
         return max(curve.seconds[0] - slope * (counts[0] - tokens), curve.seconds[0] / 2)
 
     def observe(
-        self, *, draft_steps: int, width: int, draft: float, verify: float, overhead: float, resumed: bool = False
+        self, *, draft_steps: int, width: float, draft: float, verify: float, overhead: float, resumed: bool = False
     ) -> None:
         """Learn from a round.
 
         Args:
             draft_steps: Draft steps that were made.
-            width: Columns per row of the target's pass.
+            width: Columns per row of the target's pass, at least 1; their mean where rows have different numbers. What
+                lies between two whole numbers moves the costs of both, the nearer one's more.
             draft: Seconds of all draft steps together.
             verify: Seconds of the pass.
             overhead: Seconds of everything else.
@@ -146,7 +148,11 @@ class LiveCosts:
         expected = known.verify.at(width)
         ratio = _bounded_ratio(verify, expected)
         curve = known.verify.scaled(1 + SHARED_RATE * (ratio - 1))
-        curve = curve.with_point(width, expected * (1 + OBSERVED_RATE * (ratio - 1)))
+        low = math.floor(width)
+        for count, share in ((low, low + 1 - width), (low + 1, width - low)):
+            if share:
+                rate = SHARED_RATE + share * (OBSERVED_RATE - SHARED_RATE)
+                curve = curve.with_point(count, known.verify.at(count) * (1 + rate * (ratio - 1)))
         overhead = known.overhead + OBSERVED_RATE * (
             min(overhead, MAX_EXTRA_STEPS * known.verify.at(1)) - known.overhead
         )

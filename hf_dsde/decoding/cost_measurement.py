@@ -78,12 +78,13 @@ class CostLearner(RoundListener):
     def on_round(self, record: RoundRecord) -> None:
         """Learn what the phases of a round took."""
         if not record.recorded_passes:
+            times = record.charged_times
             self._costs.observe(
                 draft_steps=record.draft_steps,
                 width=record.charged_width,
-                draft=record.times.draft,
-                verify=record.times.verify,
-                overhead=record.times.bookkeeping,
+                draft=times.draft,
+                verify=times.verify,
+                overhead=times.bookkeeping,
                 resumed=record.resumed,
             )
 

@@ -158,6 +158,11 @@ class Drafter(CandidateGenerator, ABC):
         """
         return wanted
 
+    @property
+    def looking_seconds(self) -> float:
+        """Host seconds that the last `allot` has spent on looking texts up: no draft step is charged with them."""
+        return 0.0
+
     def prefill(self, rows: Sequence[int]) -> bool:  # noqa: ARG002 - who reads nothing need not look
         """Read the texts of rows that are about to draft for the first time in their text; return whether any were."""
         return False

@@ -198,6 +198,7 @@ class SpeculativeLoop:
             policy_seconds=self._lengths.take_seconds(),
             pass_rows=len(self._target.live_rows),
             recorded=self.recording_costs.passes,
+            looking_seconds=self._drafter.looking_seconds,
         )
         return self._next_plan(plan, counts)
 

@@ -50,6 +50,7 @@ class RoundLog:
         policy_seconds: float,
         pass_rows: int,
         recorded: int,
+        looking_seconds: float = 0.0,
     ) -> None:
         """End a round; where device and host work at the same time, keep it until the next `flush`.
 
@@ -62,7 +63,9 @@ class RoundLog:
             policy_seconds: What the policy took.
             pass_rows: Rows in the target's pass.
             recorded: Passes that have been recorded so far.
+            looking_seconds: What the host has just spent on looking texts up, for the next round.
         """
+        self._clock.looked(looking_seconds)
         if not self._overlaps:
             self._clock.mark()
         self.times = times = self._clock.read(policy_seconds)
@@ -81,6 +84,7 @@ class RoundLog:
             resumed=done.plan.resumes,
             outcome=outcome,
             out_of_texts=done.candidates.unjudged,
+            looks=self._clock.looks,
         )
         self._passes_before = recorded
         if not self._overlaps:

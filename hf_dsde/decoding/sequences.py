@@ -94,6 +94,7 @@ class SequenceBatch:
         self.tokens[:, : self.prompt_width] = input_ids
         self.host_tokens = prompts.new_full(self.tokens.shape, self.pad_token)
         self.host_tokens[:, : self.prompt_width] = prompts
+        self._host_view = self.host_tokens.numpy()  # the same memory
 
     @property
     def lengths(self) -> Tensor:
@@ -115,7 +116,7 @@ class SequenceBatch:
         begin = self.prompt_width - self.prompt_lengths[row] + first
         end = self.prompt_width + self.generated_counts[row]
         # Asked of every row in every round; a view of numpy's is made in a fraction of the time.
-        tokens: list[int] = self.host_tokens.numpy()[row, begin:end].tolist()
+        tokens: list[int] = self._host_view[row, begin:end].tolist()
         return tokens
 
     def row_tokens(self, row: int) -> Tensor:
@@ -169,6 +170,7 @@ class SequenceBatch:
             return
         self.tokens = torch.nn.functional.pad(self.tokens, (in_front, behind), value=self.pad_token)
         self.host_tokens = torch.nn.functional.pad(self.host_tokens, (in_front, behind), value=self.pad_token)
+        self._host_view = self.host_tokens.numpy()
         self.padding = self.padding + in_front
         self.prompt_width += in_front
         self.max_new_tokens += behind

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from hf_dsde.costs import BatchCosts
@@ -31,11 +32,64 @@ class Offer(NamedTuple):
     gain: float = 0.0
 
 
+class RoundPrices(NamedTuple):
+    """What rounds take, by what they draft.
+
+    Attributes:
+        costs: Of the batch.
+        rows: Rows in the target's pass, those included that have finished and still keep their place.
+        padded: Whether all of them have as many columns as the longest one; else their tokens lie one after another.
+    """
+
+    costs: BatchCosts
+    rows: int
+    padded: bool = False
+
+    def seconds(self, draft_steps: int, tokens: int, longest: int) -> float:
+        """Seconds of a round.
+
+        Args:
+            draft_steps: Draft steps of the round.
+            tokens: Tokens of all rows in the target's pass.
+            longest: Drafted tokens of the row that has most.
+        """
+        columns = 1 + longest if self.padded else tokens / self.rows
+        return self.costs.draft_seconds(draft_steps) + self.costs.verify.at(columns) + self.costs.overhead
+
+
+class Pace(NamedTuple):
+    """What a round is expected to bring: tokens per second, and the seconds that it takes."""
+
+    rate: float
+    seconds: float
+
+    def saved(self, other: Pace) -> float:
+        """Seconds that its tokens would take longer in rounds of another pace."""
+        return self.seconds * (self.rate / other.rate - 1)
+
+
+class Taken(NamedTuple):
+    """Rows that take the texts' drafts, with the pace of a round in which they do, and of one in which none does."""
+
+    rows: frozenset[int]
+    pace: Pace
+    without: Pace
+
+
 class Choice(NamedTuple):
-    """Who drafts: rows that take the text's draft, and whether the model drafts for the others."""
+    """Who drafts, and what texts are worth in this round.
+
+    Attributes:
+        texts: Rows that take the text's draft.
+        model: Whether the model drafts for the others.
+        saved: Seconds that the texts' drafts save; what it took to find them is not taken off.
+        otherwise: Seconds of a round without them.
+    """
 
     texts: frozenset[int]
     model: bool
+    saved: float = 0.0
+    otherwise: float = math.inf
 
 
 @dataclass
@@ -121,6 +175,14 @@ def survival(tokens: int, tenths: int) -> float:
     return (low + high) / 2
 
 
+def shortened(text: Offer, tokens: int) -> Offer:
+    """Return the beginning of a text's draft, if it has more tokens than so many."""
+    if text.tokens <= tokens:
+        return text
+    a = survival(text.tokens, round(10 * text.gain))
+    return Offer(tokens, min(sum(a**depth for depth in range(1, tokens + 1)), text.gain))
+
+
 def worthwhile(text: Offer, seconds: Sequence[float]) -> Offer:
     """Cut a text's draft where its tokens bring less than their columns take.
 
@@ -133,6 +195,9 @@ def worthwhile(text: Offer, seconds: Sequence[float]) -> Offer:
     """
     a = survival(text.tokens, round(10 * text.gain))
     expected = stands = best = 1.0
+    # Most drafts of texts that hardly repeat themselves are worth no column.
+    if (1 + text.tokens * a) * seconds[0] <= min(seconds[1 : text.tokens + 1], default=math.inf):
+        return Offer()
     rate, length = 1.0 / seconds[0], 0
     for tokens in range(1, text.tokens + 1):
         stands *= a
@@ -142,14 +207,33 @@ def worthwhile(text: Offer, seconds: Sequence[float]) -> Offer:
     return text if length == text.tokens else Offer(length, min(best - 1.0, text.gain))
 
 
-def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: BatchCosts) -> Choice:
+def common_length(texts: Sequence[Offer], seconds: Sequence[float], rows: int) -> int:
+    """Return how long drafts may be where a pass has as many columns for every row: of all, the best bound.
+
+    Args:
+        texts: All of the texts' drafts.
+        seconds: As for `worthwhile`.
+        rows: Rows that go on.
+    """
+    gains = [float(rows), *[0.0] * (len(seconds) - 1)]  # by the number of a token in its draft; 0 is the target's own
+    for text in texts:
+        stands, a = 1.0, survival(text.tokens, round(10 * text.gain)) if text.tokens else 0.0
+        for length in range(1, text.tokens + 1):
+            stands *= a
+            gains[length] += stands
+    rates = [tokens / time for tokens, time in zip(accumulate(gains), seconds, strict=True)]
+    return rates.index(max(rates))
+
+
+def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices) -> Choice:
     """Choose what brings most tokens per second.
 
     A row's round brings `1 + gain` tokens, of `n` drafted ones, and all rows together take
 
-        T = draft(steps) + verify(1 + mean of n) + overhead
+        T = draft(steps) + verify(sum(1 + n) / rows of the pass) + overhead
 
-    seconds: the draft's steps are those of the longest draft of the model, the columns those of a packed pass. Twice,
+    seconds: the draft's steps are those of the longest draft of the model, the columns those of a packed pass; a padded
+    one has as many for every row as for the longest. Twice,
     the texts' drafts are found that make `sum(1 + gain) / T` largest: with the model, which drafts for the other rows
     what is wanted of it, and without. The better one is chosen. Where no text's draft is worth its columns, the model
     does what the policy wants.
@@ -161,31 +245,28 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: BatchCosts) ->
     Args:
         model: What the model offers each row that goes on.
         texts: What the texts offer, likewise.
-        costs: Of the batch.
+        prices: Of the batch.
     """
-    if not any(offer.tokens for offer in texts):
-        return Choice(frozenset(), True)
     steps = max(offer.tokens for offer in model)
-
-    def seconds(draft_steps: int, columns: float) -> float:
-        return costs.draft_seconds(draft_steps) + costs.verify.at(columns) + costs.overhead
-
-    alone, rows_alone = with_texts([Offer()] * len(model), texts, lambda columns: seconds(0, columns))
-    both, rows_of_both = with_texts(model, texts, lambda columns: seconds(steps, columns))
-    if rows_alone and alone > both:
-        return Choice(rows_alone, False)
-    return Choice(rows_of_both, True)
+    both = with_texts(model, texts, prices, steps, steps)
+    if any(offer.tokens for offer in texts):
+        alone = with_texts([Offer()] * len(model), texts, prices, 0, 0)
+        if alone.rows and alone.pace.rate > both.pace.rate:
+            return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds)
+    return Choice(both.rows, True, both.pace.saved(both.without), both.without.seconds)
 
 
 def with_texts(
-    otherwise: Sequence[Offer], texts: Sequence[Offer], seconds: Callable[[float], float]
-) -> tuple[float, frozenset[int]]:
-    """Return the most tokens per second, and the rows that take the texts' drafts for it.
+    otherwise: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices, steps_without: int, steps: int
+) -> Taken:
+    """Return the rows that take the texts' drafts so that most tokens come per second.
 
     Args:
         otherwise: What each row has if it does not.
         texts: The texts' drafts.
-        seconds: Of a round, by the mean number of columns per row.
+        prices: Of the batch.
+        steps_without: Draft steps of a round in which no row takes a text's draft.
+        steps: Those of any other round.
     """
     rows = len(otherwise)
     tokens, gain = (rows + sum(column) for column in zip(*otherwise, strict=True))
@@ -194,11 +275,18 @@ def with_texts(
         for row, (text, other) in enumerate(zip(texts, otherwise, strict=True))
         if text.gain > other.gain
     ]
-    further.sort(key=lambda entry: entry[2] / entry[1] if entry[1] > 0 else math.inf, reverse=True)
-    best, taken = gain / seconds(tokens / rows), 0
-    for count, (_, more_tokens, more_gain) in enumerate(further, start=1):
+    if prices.padded:  # as long drafts as the longest have their columns anyway
+        further.sort(key=lambda entry: texts[entry[0]].tokens)
+    else:
+        further.sort(key=lambda entry: entry[2] / entry[1] if entry[1] > 0 else math.inf, reverse=True)
+    longest = max(other.tokens for other in otherwise)
+    time = prices.seconds(steps_without, tokens, longest)
+    best = without = Pace(gain / time, time)
+    taken = 0
+    for count, (row, more_tokens, more_gain) in enumerate(further, start=1):
         tokens, gain = tokens + more_tokens, gain + more_gain
-        rate = gain / seconds(tokens / rows)
-        if rate > best:
-            best, taken = rate, count
-    return best, frozenset(row for row, _, _ in further[:taken])
+        longest = max(longest, texts[row].tokens)
+        time = prices.seconds(steps, tokens, longest)
+        if gain / time > best.rate:
+            best, taken = Pace(gain / time, time), count
+    return Taken(frozenset(row for row, _, _ in further[:taken]), best, without)

@@ -18,7 +18,7 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.drafting.chain import ChainDrafter
-from hf_dsde.drafting.choice import Choice, RunningAcceptance, choose, model_offer
+from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, RunningAcceptance, choose, model_offer
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.execution.cuda_graphs import RecordingCosts
@@ -69,29 +69,23 @@ class HybridDrafter(Drafter):
         """Choose who drafts for each row; return how much."""
         assert costs is not None
         wanted = self.model.allot(wanted, most, costs)
-        self._drafts = [NOTHING] * len(most)
-        going_on = [row for row, n in enumerate(most) if n]
-        if not going_on:
-            return wanted
         acceptance = self._acceptance.of_rows()
-        offers = [model_offer(wanted[row], acceptance[row]) for row in going_on]
-        choice = Choice(frozenset(), True)
+        offers = [model_offer(n, a) for n, a, bound in zip(wanted, acceptance, most, strict=True) if bound]
 
-        def take(proposals: list[Continuation]) -> bool:
-            nonlocal choice
-            texts = self.text.offers([proposals[row] for row in going_on], costs)
-            choice = choose(offers, texts, costs)
-            for place in choice.texts:
-                row = going_on[place]
-                self._drafts[row] = self.text.cut(proposals[row], texts[place])
-            return bool(choice.texts)
+        def judge(texts: Sequence[Offer], prices: RoundPrices) -> Choice:
+            return choose(offers, texts, prices)
 
-        self.text.look(most, costs, take)
-        if not choice.model:
+        self._drafts, choice = self.text.look(most, most, costs, judge, max(wanted))
+        if choice is not None and not choice.model:
             if any(wanted):
                 self._acceptance.forget()
             wanted = [0] * len(wanted)
         return [len(draft.tokens) or n for draft, n in zip(self._drafts, wanted, strict=True)]
+
+    @property
+    def looking_seconds(self) -> float:
+        """The texts'."""
+        return self.text.looking_seconds
 
     def get_candidates(  # type: ignore[override] # as in `Drafter`
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
@@ -121,8 +115,7 @@ class HybridDrafter(Drafter):
         texts = self._drafted or [NOTHING] * len(drafted)
         self._drafted = ()
         own = [not draft.tokens for draft in texts]
-        if not all(own):
-            self.text.judge([draft.score for draft in texts], num_matches)
+        self.text.judge(texts, num_matches)
         matches = [n * mine for n, mine in zip(num_matches, own, strict=True)]
         counts = [n * mine for n, mine in zip(drafted, own, strict=True)]
         self._acceptance.learn(counts, matches)

@@ -47,14 +47,31 @@ class PhaseClock:
         self._device = device
         self._mark_type = _CudaMark if device.type == "cuda" else _HostMark
         self._marks: list[_Mark] = []
+        self._looks = [0.0] * 4  # by phase; the last ones are after all three
 
     def start(self, *, seamless: bool = False) -> None:
         """Begin a round: now, or `seamless`, where the last one ended."""
-        self._marks = self._marks[-1:] if seamless and self._marks else [self._mark_type(self._device)]
+        follows = seamless and bool(self._marks)
+        self._marks = self._marks[-1:] if follows else [self._mark_type(self._device)]
+        self._looks = [self._looks[-1] if follows else 0.0, 0.0, 0.0, 0.0]
 
     def restart(self) -> None:
         """Let the next round begin when it is started, `seamless` or not: what lies in between is no part of it."""
         self._marks = []
+        self._looks = [0.0] * 4
+
+    def looked(self, seconds: float) -> None:
+        """Take note of seconds that the host has just spent on looking texts up, in the phase that is under way.
+
+        After the last phase, that is the first one of the next round if it is seamless, and of none otherwise.
+        """
+        self._looks[max(len(self._marks) - 1, 0)] += seconds
+
+    @property
+    def looks(self) -> PhaseTimes:
+        """What of the phases marked since `start` the host has spent on looking texts up, in seconds."""
+        draft, verify, bookkeeping, _ = self._looks
+        return PhaseTimes(draft, verify, bookkeeping)
 
     def mark(self, *, again: bool = False) -> None:
         """End a phase: the draft first, then the target's pass with its verification, then the bookkeeping.

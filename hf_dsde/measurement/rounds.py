@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_dsde.policies.base import PhaseTimes, RoundOutcome, Signal
+
+LEAST_SHARE = 0.01
+"""Of a phase's seconds, what passes are charged with at least: looks are timed by another clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class RoundRecord:
         outcome: What the policy learnt from, on the device, with the signals that listeners require. None if a plain
             step overtook the policy's wish for drafts.
         out_of_texts: Rows whose drafts are out of texts, where a model drafts for others; empty where there are none.
+        looks: What of `times` the host has spent on looking texts up; None where it has looked at none.
     """
 
     drafted: Sequence[int]
@@ -47,13 +51,24 @@ class RoundRecord:
     resumed: bool = False
     outcome: RoundOutcome | None = None
     out_of_texts: Sequence[bool] = ()
+    looks: PhaseTimes | None = None
 
     @property
-    def charged_width(self) -> int:
-        """Columns per row that a padded pass would have had for the tokens of this one."""
+    def charged_width(self) -> float:
+        """Columns per row of the pass: for a packed one, the mean, which is rarely a whole number."""
         if self.packed_tokens is None:
             return self.pass_width
-        return max(round(self.packed_tokens / self.pass_rows), 1)
+        return max(self.packed_tokens / self.pass_rows, 1.0)
+
+    @property
+    def charged_times(self) -> PhaseTimes:
+        """Seconds of the phases without looks at texts: these are no part of any draft step, nor of every round."""
+        times, looks = self.times, self.looks
+        if looks is None:
+            return times
+        draft = max(times.draft - looks.draft, LEAST_SHARE * times.draft)
+        bookkeeping = max(times.bookkeeping - looks.bookkeeping, LEAST_SHARE * times.bookkeeping)
+        return replace(times, draft=draft, bookkeeping=bookkeeping)
 
     def check(self, rows: int) -> None:
         """Raise ValueError if the numbers contradict each other, or are not those of so many rows."""

@@ -153,6 +153,17 @@ def test_short_forms_name_who_drafts(text, name, drafters, runner):
     assert parse_policy(text, runner="eager").config.runner == (runner or "eager")
 
 
+def test_drafts_out_of_texts_are_priced_as_in_any_call() -> None:
+    """Without `+cap` policies are not, so that what they want is measured."""
+    unpriced = SpeculationConfig(cost_cap=False)
+    for drafter in ("suffix", "sssd", "prompt_lookup"):
+        assert parse_policy(f"static:8@{drafter}").config.cost_cap is None
+        assert parse_policy(f"static:8@{drafter}", unpriced).config.cost_cap is False
+        assert parse_policy(f"static:8+cap@{drafter}", unpriced).config.cost_cap is True
+    for drafter in ("draft", "suffix+draft", "early_exit"):
+        assert parse_policy(f"static:8@{drafter}").config.cost_cap is False
+
+
 def test_drafters_are_measured_side_by_side(ending_pair):
     """What drafts out of texts makes no draft step, and remembers no answer of an earlier call."""
     spent = {}

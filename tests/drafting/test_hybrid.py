@@ -152,7 +152,7 @@ def test_what_was_overtaken_is_asked_again(rounds: list[CandidateBatch], monkeyp
     monkeypatch.setattr(run_ahead, "overlaps", lambda device: True)
     turns = itertools.cycle([False, False, False, True, True])
 
-    def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: Any) -> Choice:
+    def choose(model: Sequence[Offer], texts: Sequence[Offer], *prices: Any) -> Choice:
         asked.append(max(offer.tokens for offer in model))
         offering = [row for row, text in enumerate(texts) if text.tokens] if next(turns) else []
         return Choice(frozenset(offering[:2]), True)
@@ -232,7 +232,8 @@ def test_a_model_that_sat_out_drafts_as_if_it_had_read_all(
             expected, _ = reference_draft(target, draft, known_text, drafted)
         else:
             ids, n = torch.tensor([known_text]), len(drafted)
-            expected = draft.generate(ids, max_new_tokens=n, do_sample=False, eos_token_id=None)[0, -n:].tolist()
+            whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some tokens look like padding
+            expected = draft.generate(**whole, max_new_tokens=n, do_sample=False, eos_token_id=None)[0, -n:].tolist()
         assert drafted == expected
 
 
@@ -241,7 +242,7 @@ def test_a_pass_that_was_begun_is_used_where_texts_drafted_little(kind: str, mon
     """It has read as many tokens as the rows have of others."""
     monkeypatch.setattr(run_ahead, "overlaps", lambda device: True)
 
-    def choose(model: Sequence[Offer], texts: Sequence[Offer], costs: Any) -> Choice:
+    def choose(model: Sequence[Offer], texts: Sequence[Offer], *prices: Any) -> Choice:
         return Choice(frozenset(row for row, text in enumerate(texts) if row < 2 and text.tokens), True)
 
     monkeypatch.setattr(hybrids, "choose", choose)

@@ -51,6 +51,26 @@ def test_a_seamless_round_begins_where_the_last_one_ended(monkeypatch: pytest.Mo
     assert times == [PhaseTimes(1.0, 1.0, 1.0), PhaseTimes(2.0, 1.0, 1.0), PhaseTimes(1.0, 1.0, 1.0)]
 
 
+def test_looks_at_texts_belong_to_the_phase_that_they_are_made_in() -> None:
+    clock = PhaseClock(CPU)
+    clock.looked(9.0)  # before any round
+    clock.start(seamless=True)
+    clock.mark()
+    clock.mark()
+    clock.looked(0.5)
+    clock.looked(0.25)
+    clock.mark()
+    assert clock.looks == PhaseTimes(0.0, 0.0, 0.75)
+    for seamless, restarted, draft in ((True, False, 2.0), (False, False, 0.0), (True, True, 0.0)):
+        clock.looked(2.0)
+        if restarted:
+            clock.restart()
+        clock.start(seamless=seamless)
+        for _ in range(3):
+            clock.mark()
+        assert clock.looks == PhaseTimes(draft, 0.0, 0.0)
+
+
 def test_reading_does_not_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = wind(monkeypatch, 0.0, 1.0, 2.0, 3.0, 99.0)
     clock = PhaseClock(CPU)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_calls import config_of
 from tiny_models import fresh_pair, noisy_copy, ragged_batch, tiny_model
+from tiny_rounds import round_record
 from transformers import PreTrainedModel
 
 import hf_dsde
@@ -159,6 +160,29 @@ def test_live_costs_follow_timings_and_say_so() -> None:
     # The other widths moved along: whatever made this one dearer, it is not this one's alone.
     assert live.current.verify.at(1) > 1.15
     assert live.version > 5
+
+
+def test_a_pass_between_two_widths_moves_both_and_neither_where_it_is_as_expected() -> None:
+    """Packed passes have any number of tokens: charged to the width that is next, they would make plain steps dear."""
+    live = LiveCosts(CostModel.relative(0.1, [1.0, 2.0, 3.0]), rows=1)
+    for width in (1.4, 1.45, 2.6) * 20:
+        live.observe(draft_steps=0, width=width, draft=0.0, verify=width, overhead=0.0)
+    assert [live.current.verify.at(width) for width in (1, 1.4, 2, 3)] == pytest.approx([1.0, 1.4, 2.0, 3.0])
+    live.observe(draft_steps=0, width=1.25, draft=0.0, verify=1.1 * 1.25, overhead=0.0)
+    moved = [live.current.verify.at(width) / width - 1 for width in (1, 2, 3)]
+    assert moved[0] > moved[1] > moved[2] > 0
+    live.set_rows(1)
+    shrinking = LiveCosts(CostModel({8: BatchCosts(None, CostCurve((1, 2), (8.0, 16.0)))}), rows=8)
+    shrinking.observe(draft_steps=0, width=1.25, draft=0.0, verify=10.0, overhead=0.0)
+    shrinking.set_rows(4)
+    assert [shrinking.current.verify.at(width) for width in (1, 2)] == pytest.approx([4.0, 8.0])
+
+
+def test_the_width_of_a_packed_pass_is_the_mean_over_its_rows() -> None:
+    packed = round_record([2, 0, 1], [0, 0, 0], pass_width=3, pass_rows=3, packed_tokens=7)
+    assert packed.charged_width == pytest.approx(7 / 3)
+    assert round_record([2, 0, 1], [0, 0, 0]).charged_width == 3
+    assert round_record([1, 0], [0, 0], pass_rows=2, active=[True, False], packed_tokens=1).charged_width == 1
 
 
 def test_a_stall_moves_a_cost_no_further_than_a_timing_a_quarter_longer() -> None:

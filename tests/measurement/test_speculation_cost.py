@@ -17,6 +17,7 @@ import hf_dsde
 from hf_dsde import SpeculationWarning
 from hf_dsde.decoding import loop
 from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.measurement.clock import PhaseClock
 from hf_dsde.policies import PhaseTimes
 
 INPUTS = ragged_batch([3, 5])
@@ -26,17 +27,18 @@ INPUTS = ragged_batch([3, 5])
 def draft_costs_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Replace the clock: a round's draft and target passes take a second each, where there are any."""
 
-    class Clock:
+    class Clock(PhaseClock):
         def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
             self._rounds = 0
 
-        def start(self, *, seamless: bool) -> None: ...
+        def start(self, *, seamless: bool = False) -> None: ...
 
         def restart(self) -> None: ...
 
         def mark(self, *, again: bool = False) -> None: ...
 
-        def read(self, policy: float) -> PhaseTimes:
+        def read(self, policy: float = 0.0) -> PhaseTimes:
             self._rounds += 1
             draft = float(self._rounds != loop.COST_PROBE_ROUND + 1)
             return PhaseTimes(draft=draft, verify=1.0, bookkeeping=0.0, policy=policy)

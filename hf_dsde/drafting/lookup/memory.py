@@ -108,10 +108,10 @@ class MemoryDrafter(TextDrafter[TextIndex]):
         self._take_in()
         return super().propose(sequences, most)
 
-    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:  # noqa: ARG002
-        """Take answers into the memory while the device runs the target's pass; no step begins."""
+    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
+        """Take answers into the memory as well while the device runs the target's pass."""
         self._take_in()
-        return None
+        return super().stage_next(going_on, longest)
 
     def begin_texts(self, rows: Sequence[int]) -> None:
         """Remember the answers that are over."""

@@ -5,9 +5,10 @@ Nothing here waits for a device: proposals come out of the host's copies of the 
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
@@ -16,11 +17,12 @@ from torch import Tensor
 from hf_dsde.costs import BatchCosts
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.draft_monitor import DraftMonitor
-from hf_dsde.decoding.drafter import DraftCall, Drafter
+from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.drafting.choice import Offer, with_texts, worthwhile
+from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, common_length, shortened, with_texts, worthwhile
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
+from hf_dsde.drafting.lookup.rests import RowRests
 from hf_dsde.policies import Signal
 
 
@@ -41,16 +43,19 @@ FIRST_PROMISE = 16.0
 LONGEST_PROMISE = 1000.0
 """Promised tokens that are remembered: what is older counts ever less."""
 LOOKING_SHARE = 0.02
-"""Share of the time that looks may take which found nothing worth drafting."""
+"""Share of the time that looks may take beyond what their drafts save."""
+READ_BESIDE = 256
+"""Tokens of texts that are read beside one pass of the target: at most a millisecond's work."""
+NO_OFFER = Offer()
 
 
 class TextDrafter(Drafter, Generic[Text]):
     """Proposes, of each row, what the text makes likely, as far as that is worth the columns of the target's pass.
 
     A row that nobody asks for costs nothing. The policy says how much a row may draft at most, and the measured seconds
-    of passes say what of it is proposed: `worthwhile` cuts each row's draft, and of the rows those draft that make the
-    batch faster (`with_texts`); where none does, the round is a plain step. `SpeculationConfig(cost_cap=False)` leaves
-    all to the policy.
+    of passes say what of it is proposed: `offers` cuts the rows' drafts, and of the rows those draft that make the
+    batch faster (`with_texts`); where none does, the round is a plain step. Looking texts up takes time of its own,
+    which decides how often that is done (`look`). `SpeculationConfig(cost_cap=False)` leaves all to the policy.
     """
 
     _promised, _kept = FIRST_PROMISE, FIRST_PROMISE / 2
@@ -66,6 +71,11 @@ class TextDrafter(Drafter, Generic[Text]):
         return type(self)
 
     @property
+    def conditions(self) -> Hashable:
+        """Whether prices decide: without, draft steps are charged with looks, as policies have to weigh them."""
+        return self._priced
+
+    @property
     def trust(self) -> float:
         """Accepted tokens per token that the scores promised, over the last rounds, also of earlier calls.
 
@@ -77,10 +87,18 @@ class TextDrafter(Drafter, Generic[Text]):
     def start(self, call: DraftCall) -> None:
         """Forget the rows of an earlier call."""
         super().start(call)
+        self._priced = Signal.COSTS in self.requires
         self._texts: list[Text | None] = [None] * call.sequences.rows
         self._allotted: Sequence[Continuation] | None = None  # what the next round may propose, if that is known
-        self._scores: list[float] = []  # of the proposals that are being verified
+        self._proposed: Sequence[Continuation] = ()  # what is being verified
+        self._pass_rows = call.sequences.rows  # rows in the target's pass, ...
+        self._padded = call.target is not None and not call.target.packs  # and whether each has the longest's columns
+        self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
+        self._looking = 0.0  # seconds of the last look, ...
+        self._patience = math.inf  # how many of them a row has that bring nothing, before it is left out, ...
+        self._looked: Sequence[int] = ()  # rows that it looked up, of which nothing is known yet, ...
+        self._found: Sequence[int] = ()  # and those that it found drafts for which were not verified yet
 
     @abstractmethod
     def new_text(self) -> Text:
@@ -117,21 +135,22 @@ class TextDrafter(Drafter, Generic[Text]):
             self._read(row)
         return bool(unread)
 
-    def offers(self, proposals: Sequence[Continuation], costs: BatchCosts) -> list[Offer]:
+    def offers(self, proposals: Sequence[Continuation], prices: RoundPrices, others_width: int = 0) -> list[Offer]:
         """Return what of proposals is worth its columns of the target's pass, and what is expected of it.
 
         Args:
-            proposals: Of any rows.
-            costs: Of the batch.
+            proposals: Of all rows that go on.
+            prices: Of the batch.
+            others_width: The longest draft that a row may have otherwise.
         """
-        longest = max((len(proposal.tokens) for proposal in proposals), default=0)
-        seconds = [costs.verify.at(1 + tokens) + costs.overhead for tokens in range(longest + 1)]
-        return [
-            worthwhile(Offer(len(proposal.tokens), self.trust * proposal.score), seconds)
-            if proposal.tokens
-            else Offer()
-            for proposal in proposals
-        ]
+        rows, trust = len(proposals), self.trust
+        offers = [Offer(len(each.tokens), trust * each.score) if each.tokens else NO_OFFER for each in proposals]
+        longest = max((offer.tokens for offer in offers), default=0)
+        seconds = [prices.seconds(0, rows * (1 + n), n) for n in range(longest + 1)]
+        if prices.padded:
+            most = max(common_length(offers, seconds, rows), others_width)
+            return [shortened(offer, most) for offer in offers]
+        return [worthwhile(offer, seconds) if offer.tokens else offer for offer in offers]
 
     def cut(self, proposal: Continuation, offer: Offer) -> Continuation:
         """Return as much of a proposal as an offer takes."""
@@ -139,50 +158,77 @@ class TextDrafter(Drafter, Generic[Text]):
             return proposal
         return replace(proposal, tokens=proposal.tokens[: offer.tokens], score=offer.gain / self.trust)
 
-    def look(self, most: Sequence[int], costs: BatchCosts, worth: Callable[[list[Continuation]], bool]) -> bool:
-        """Find proposals, unless the last look found nothing worth its time; return whether there is something.
+    def look(
+        self,
+        wanted: Sequence[int],
+        most: Sequence[int],
+        costs: BatchCosts,
+        choose: Callable[[list[Offer], RoundPrices], Choice],
+        others_width: int = 0,
+    ) -> tuple[list[Continuation], Choice | None]:
+        """Look texts up, unless the last look took more time than it saved; return the drafts, and what was chosen.
 
-        In large batches a look at all texts takes as long as a good part of a pass. After one that found nothing, as
-        many rounds pass without as keep such looks within `LOOKING_SHARE` of the time.
+        In large batches a look at all texts takes as long as a good part of a pass. What is found is drafted if that
+        saves any time, since the look's is spent by then. But after a look that took longer than its drafts save, as
+        many rounds pass without one as keep what was lost within `LOOKING_SHARE` of the time. Rows whose looks bring
+        nothing are left out of some (`RowRests`), once they have taken longer than a token of the row takes otherwise.
 
         Args:
-            most: As for `propose`.
+            wanted: The most tokens of each row; 0 for rows that are not looked up.
+            most: Tokens that each row has a use for, 0 for rows that have finished.
             costs: Of the batch.
-            worth: Is shown the proposals, and says whether any of them is taken.
+            choose: Is given what the texts offer the rows that go on, and what rounds take.
+            others_width: The longest draft that a row may have otherwise.
+
+        Returns:
+            The drafts of all rows, most of them empty; the choice, None if nobody was looked up.
         """
-        if self._pause:
+        drafts = [NOTHING] * len(most)
+        overtaken, self._found, self._looked, self._looking = bool(self._found), (), (), 0.0
+        if self._pause and not overtaken:
             self._pause -= 1
-            return False
+            return drafts, None
+        self._rests.next_look()
+        asked = [n if on and self._rests.over(row) else 0 for row, (n, on) in enumerate(zip(wanted, most, strict=True))]
+        if not any(asked):
+            return drafts, None
+        started = time.perf_counter()
+        self._looked = [row for row, n in enumerate(asked) if n]
+        self.prefill(self._looked)
         begun = time.perf_counter()
-        found = worth(self.propose(self.call.sequences, most))
-        if not found:
-            plain = costs.round_seconds(0)
-            self._pause = int((time.perf_counter() - begun) / (LOOKING_SHARE * plain))
-        return found
+        proposals = self.propose(self.call.sequences, asked)
+        going_on = [row for row, n in enumerate(most) if n]
+        prices = RoundPrices(costs, self._pass_rows, self._padded)
+        offers = self.offers([proposals[row] for row in going_on], prices, others_width)
+        choice = choose(offers, prices)
+        self._found = [going_on[place] for place in choice.texts]
+        for place in choice.texts:
+            drafts[going_on[place]] = self.cut(proposals[going_on[place]], offers[place])
+        ended = time.perf_counter()
+        self._looking = ended - started
+        # As long as its looks take, together, less than a token of a row does otherwise.
+        look_of_row, token = (ended - begun) / len(self._looked), choice.otherwise / len(going_on)
+        self._patience = token / look_of_row if look_of_row else math.inf
+        self._pause = int(max(ended - begun - choice.saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
+        return drafts, choice
+
+    @property
+    def looking_seconds(self) -> float:
+        """Seconds of the last look; 0 if there was none for this round."""
+        return self._looking
 
     def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:
         """Draft within what the policy wants, where that brings more than it takes; return how much."""
-        if Signal.COSTS not in self.requires:
+        if not self._priced:
             return wanted
         assert costs is not None
-        prices = costs
-        going_on = [row for row, n in enumerate(most) if n]
-        drafts = [NOTHING] * len(wanted)
 
-        def seconds(columns: float) -> float:
-            return prices.draft_seconds(int(columns > 1)) + prices.verify.at(columns) + prices.overhead
+        def choose(texts: list[Offer], prices: RoundPrices) -> Choice:
+            taken = with_texts([NO_OFFER] * len(texts), texts, prices, 0, 1)
+            return Choice(taken.rows, False, taken.pace.saved(taken.without), taken.without.seconds)
 
-        def take(proposals: list[Continuation]) -> bool:
-            offers = self.offers([proposals[row] for row in going_on], prices)
-            _, taken = with_texts([Offer()] * len(going_on), offers, seconds)
-            for place in taken:
-                drafts[going_on[place]] = self.cut(proposals[going_on[place]], offers[place])
-            return bool(taken)
-
-        if going_on:
-            self.look(wanted, prices, take)
-        self._allotted = drafts
-        return [len(draft.tokens) for draft in drafts]
+        self._allotted, _ = self.look(wanted, most, costs, choose)
+        return [len(draft.tokens) for draft in self._allotted]
 
     def get_candidates(  # type: ignore[override] # as in `Drafter`
         self,
@@ -196,7 +242,7 @@ class TextDrafter(Drafter, Generic[Text]):
         else:
             pairs = zip(self._allotted, plan.length_counts, strict=True)
             proposals = [proposal if n else NOTHING for proposal, n in pairs]
-        self._scores = [proposal.score for proposal in proposals]
+        self._proposed = proposals
         return CandidateBatch.of_lists([proposal.tokens for proposal in proposals], sequences.device, steps=1)
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
@@ -207,18 +253,26 @@ class TextDrafter(Drafter, Generic[Text]):
         drafted: Sequence[int],  # noqa: ARG002
     ) -> None:
         """Compare what stands with what the scores promised."""
-        if self._scores:
-            self.judge(self._scores, num_matches)
-        self._scores = []
+        self.judge(self._proposed or [NOTHING] * len(num_matches), num_matches)
+        self._proposed = ()
 
-    def judge(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
-        """Learn how much scores can be trusted.
+    def judge(self, drafts: Sequence[Continuation], accepted: Sequence[int]) -> None:
+        """Learn from a round how much scores can be trusted, and whose texts are worth looking up.
 
         Args:
-            scores: Of proposals that were verified, 0 for rows that had none.
+            drafts: Those that were verified, empty ones for rows that had none out of texts.
             accepted: Tokens of each that stand.
         """
-        pairs = [(score, stand) for score, stand in zip(scores, accepted, strict=True) if score > 0]
+        found, run = set(self._found), any(draft.tokens for draft in drafts)
+        for row in self._looked:
+            if drafts[row].tokens or row not in found:  # else nobody has tried what was found
+                self._rests.learn(row, accepted[row] if drafts[row].tokens else 0, self._patience)
+        self._looked = ()
+        if run:
+            self._found = ()
+        pairs = [(draft.score, stand) for draft, stand in zip(drafts, accepted, strict=True) if draft.score > 0]
+        if not pairs:
+            return
         past = min(1.0, LONGEST_PROMISE / self._promised)
         self._promised = past * self._promised + sum(score for score, _ in pairs)
         self._kept = past * self._kept + sum(stand for _, stand in pairs)
@@ -231,14 +285,25 @@ class TextDrafter(Drafter, Generic[Text]):
         text.extend(self.call.sequences.host_text(row, first=len(text)))
         return text
 
+    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:  # noqa: ARG002
+        """Read what texts have gone on with while they were not looked up, beside the target's pass; no step begins."""
+        lengths, left = self.call.sequences.length_counts, READ_BESIDE
+        for row, text in enumerate(self._texts):
+            if left > 0 and text is not None and len(text) < lengths[row]:
+                left -= lengths[row] - len(text)
+                self._read(row)
+        return None
+
     def begin_texts(self, rows: Sequence[int]) -> None:
         """Forget the texts that are over."""
+        self._rests.begin(rows)
         for row in rows:
             self._texts[row] = None
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forget the texts of rows that have finished."""
         kept = set(rows)
+        self._pass_rows = len(kept)
         self._texts = [text if row in kept else None for row, text in enumerate(self._texts)]
 
     def finish(self) -> None:
