@@ -20,7 +20,6 @@ RECORDABLE = frozenset(
         logits_process.TemperatureLogitsWarper,
         logits_process.TopKLogitsWarper,
         logits_process.TopPLogitsWarper,
-        logits_process.TypicalLogitsWarper,
     }
 )
 """Classes whose functions look at scores alone, are decided by a few numbers, and bring nothing to the device."""
