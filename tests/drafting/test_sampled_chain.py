@@ -152,13 +152,13 @@ def sampled(target: PreTrainedModel, draft: Any, options: dict[str, Any], rows: 
     return output.sequences
 
 
-def p_value(kind: str, options: dict[str, Any]) -> float:
+def p_value(kind: str, options: dict[str, Any], rows: int = 4096) -> float:
     target = layered_toy() if kind == "early exit" else toy_model(5)
     draft = DRAFTS[kind](target)
     more = toy_tokenizers() if kind == "other tokenizer" else {}
     options = {"do_sample": True, "max_new_tokens": 6, "top_k": 0, **options}
     torch.manual_seed(0)
-    return law_p_value(sampled(target, draft, options, **more), target, options)
+    return law_p_value(sampled(target, draft, options, rows, **more), target, options)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -178,7 +178,7 @@ LAWS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for
 @pytest.mark.usefixtures("recording", "chosen_at_random")
 @pytest.mark.parametrize(("kind", "options"), LAWS)
 def test_sampled_text_has_the_targets_law(kind: str, options: str, seen: Seen) -> None:
-    assert p_value(kind, OPTIONS[options]) > RIGHT
+    assert p_value(kind, OPTIONS[options], rows=2048 if (kind, options) in QUICK else 4096) > RIGHT
     assert seen.by_step == 0
     assert len(seen.chains) > 2
     if kind != "other tokenizer":  # whose first pass waits for the host
@@ -269,19 +269,30 @@ def test_two_temperatures_in_turn_each_have_their_law(recording: list[NotingCapt
     assert seen.by_step == 0
 
 
-def test_few_temperatures_are_kept(recording: list[NotingCapture], seen: Seen) -> None:
-    target = toy_model(5)
-    draft = DRAFTS["model"](target)
+@pytest.mark.usefixtures("recording")
+def test_few_temperatures_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = PAIRS["model"](endless_model())
+    recorded: list[TokenChoice] = []
+    original = GraphRunner._record_chain
 
-    def call(temperature: float) -> int:
-        options = {"do_sample": True, "max_new_tokens": 6, "top_k": 0, "temperature": temperature}
-        sampled(target, draft, options, rows=64)
-        return sum(capture.recorded for capture in recording)
+    def record_chain(self: GraphRunner, rows: int, choice: TokenChoice, *more: Any) -> Any:
+        recorded.append(choice)
+        return original(self, rows, choice, *more)
 
-    counts = [call(0.5 + 0.1 * number) for number in range(MOST_CHOICES + 1)]
-    assert call(0.5 + 0.1 * MOST_CHOICES) == counts[-1], "the last one is kept"
-    assert call(0.6) == counts[-1], "so is one of those before"
-    assert call(0.5) > counts[-1], "and the one used least recently is not"
+    monkeypatch.setattr(GraphRunner, "_record_chain", record_chain)
+
+    def records(temperature: float) -> bool:
+        recorded.clear()
+        call(draft, temperature=temperature)
+        return bool(recorded)
+
+    temperatures = [0.5, 0.6, 0.7, 0.8, 0.9]
+    assert len(temperatures) == MOST_CHOICES + 1
+    assert all(map(records, temperatures))
+    assert not any(map(records, temperatures[1:]))
+    assert records(temperatures[0])
+    assert records(temperatures[1]), "the one used least recently made room"
+    assert not records(temperatures[-1])
 
 
 # What a chain draws from.
