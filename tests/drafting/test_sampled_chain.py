@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from drawn_tokens import Draws
 from launches import count_launches
 from recorded import NotingCapture
 from sampled_law import PROMPT_MASK, PROMPTS, exact_law, pearson, toy_model
@@ -19,6 +23,7 @@ from tiny_calls import QUIET, config_of, endless_model, speculative
 from tiny_heads import reference_draft, tiny_head
 from tiny_models import AGREEMENT, noisy_copy, ragged_batch, tiny_model
 from tiny_policies import ScriptedLengths
+from tiny_text import tiny_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process
@@ -365,6 +370,56 @@ def test_what_is_handed_over_is_what_the_draft_says_of_each_token(
         assert bool((probs.gather(1, torch.tensor(tokens)[:, None]) > 0).all())
 
 
+def failures_of_draws(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    target = endless_model()
+    draft = PAIRS[kind](target)
+    torch.manual_seed(3)
+    draws = Draws(monkeypatch)
+    policy = ScriptedLengths([[4] * 48, [2, 4, 5] * 16] * 20)
+    options = {"do_sample": True, "temperature": 1.1, "top_k": 40, "max_new_tokens": 40}
+    config = config_of(QUIET, runner="graph")
+    speculative(target, draft, ragged_batch([3, 5, 4] * 16), policy, config, **options)
+    return draws.failures()
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+@pytest.mark.usefixtures("recording")
+def test_each_token_is_a_draw_from_what_is_handed_over(kind: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failures_of_draws(kind, monkeypatch) == []
+    assert seen.by_step == 0
+    assert len(seen.chains) > 5
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        hand_over_the_step_before,
+        repeat_numbers_in_each_step,
+        repeat_numbers_in_each_round,
+        record_the_numbers,
+        leave_processing_out,
+    ],
+)
+@pytest.mark.usefixtures("recording", "seen")
+def test_wrong_draws_are_found_out(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    assert failures_of_draws("model", monkeypatch)
+
+
+@pytest.mark.usefixtures("recording", "seen")
+def test_what_is_kept_between_calls_keeps_no_model() -> None:
+    target = endless_model()
+    draft = PAIRS["head"](target)
+    call(draft, temperature=0.7, top_p=0.9)
+    kept, gone = weakref.ref(draft.lm_head), weakref.ref(draft)
+    del draft
+    gc.collect()
+    assert gone() is None
+    assert kept() is None
+
+
 # Where chains are taken.
 
 
@@ -502,6 +557,45 @@ def test_recording_draws_nothing() -> None:
         call(draft)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+# Jobs.
+
+ROWS = [{"input_ids": list(range(3, 5 + 2 * row))} for row in range(9)]
+MODES: list[Callable[[], Any]] = [contextlib.nullcontext, torch.inference_mode]
+
+
+@pytest.mark.usefixtures("recording")
+@pytest.mark.parametrize("modes", [MODES[:1], MODES[1:], MODES], ids=["plain", "inference", "in turn"])
+def test_jobs_draw_by_chains_whatever_mode_a_text_is_taken_in(modes: Sequence[Callable[[], Any]], seen: Seen) -> None:
+    """Rows begin other texts on the way, with processors of their own."""
+    target = endless_model()
+    jobs = hf_dsde.BatchGenerator(
+        target,
+        tiny_tokenizer(),
+        assistant_model=PAIRS["model"](target),
+        speculation_policy=hf_dsde.StaticPolicy(3),
+        batch_size=3,
+        max_new_tokens=12,
+        do_sample=True,
+        temperature=0.8,
+        top_p=0.95,
+        top_k=0,
+    )
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        results: list[Any] = []
+        stream = jobs.stream(ROWS)
+        for turn in range(len(ROWS)):
+            with modes[turn % len(modes)]():
+                results.append(next(stream))
+        texts.append({result.index: result.token_ids for result in results})
+    assert texts[0] == texts[1]
+    assert {len(text) for text in texts[0].values()} == {12}
+    assert seen.by_step == 0
+    assert any(seen.begun)
+    assert sum(seen.chains) > 20
 
 
 # Parts.
