@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ class Draws:
                 found.append(f"token {number} is no draw from what is handed over")
         blocks = self._by_id
         steps = [(block[:, :-1], block[:, 1:]) for block in blocks]
-        turns = [(a[:, :1], b[:, :1]) for a, b in zip(blocks[:-1], blocks[1:], strict=True)]
+        turns = [(a[:, :1], b[:, :1]) for a, b in pairwise(blocks)]
         rows = [(block[:-1], block[1:]) for block in blocks]
         for name, pairs in (("step", steps), ("round", turns), ("row", rows)):
             first, second = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
