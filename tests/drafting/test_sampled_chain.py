@@ -172,7 +172,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.8},
     "top-k and top-p": {"top_k": 4, "top_p": 0.9, "temperature": 1.3},
 }
-QUICK = {("head", "top-k and top-p"), ("model", "temperature 0.7")}
+QUICK = {("head", "top-k and top-p")}
 CASES = [
     *((kind, name) for kind in ("head", "model") for name in OPTIONS),
     *((kind, "temperature 0.7") for kind in DRAFTS if kind not in ("head", "model")),
@@ -346,7 +346,7 @@ def draft_logits(target: PreTrainedModel, draft: PreTrainedModel, text: list[int
     return logits
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "recorded"])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fused", "recorded"])
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.usefixtures("recording")
 def test_what_is_handed_over_is_what_the_draft_says_of_each_token(
@@ -390,6 +390,7 @@ def test_each_token_is_a_draw_from_what_is_handed_over(kind: str, seen: Seen, mo
     assert len(seen.chains) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -505,7 +506,7 @@ def test_nothing_changes_where_nothing_is_recorded(seen: Seen) -> None:
 
 @pytest.mark.usefixtures("recording")
 def test_a_step_that_draws_launches_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random numbers, a replay, a copy of its probabilities."""
+    """Random numbers and a copy of its probabilities, and a replay, which is not counted."""
     monkeypatch.setattr(run_ahead, "overlaps", lambda device: True)
     target = endless_model()
     medians = []
@@ -523,8 +524,8 @@ def test_a_step_that_draws_launches_little(monkeypatch: pytest.MonkeyPatch) -> N
 # Seeds.
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "recorded"])
-@pytest.mark.parametrize("kind", ["head", "model", "smaller vocabulary"])
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=pytest.mark.slow), False], ids=["fused", "recorded"])
+@pytest.mark.parametrize("kind", ["head", "model", pytest.param("smaller vocabulary", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("recording")
 def test_a_seed_gives_one_text_whatever_was_recorded_before(
     kind: str, fused: bool, seen: Seen, monkeypatch: pytest.MonkeyPatch
