@@ -23,6 +23,7 @@ from transformers.generation import logits_process
 from hf_dsde.decoding.processing.block_function import BlockFunction, function_class
 from hf_dsde.decoding.processing.block_text import BlockText
 from hf_dsde.decoding.processing.functions import block_functions
+from hf_dsde.decoding.processing.scores_alone import ScoresAlone, scores_alone
 from hf_dsde.decoding.processing.state import StateWatch
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import draw
@@ -66,6 +67,10 @@ class ScoreProcessor(Protocol):
     def changes_nothing(self) -> bool:
         """Whether scores are the logits as they are."""
 
+    @property
+    def of_scores_alone(self) -> ScoresAlone | None:
+        """What it makes of logits if that depends on nothing else, and can be recorded; None otherwise."""
+
     def on(self, device: torch.device) -> ScoreProcessor:
         """Return one that works on `device`."""
 
@@ -101,6 +106,7 @@ class StagedProcessor(ABC):
         self._alone = alone
         self._kinds: list[type[LogitsProcessor]] | None = None
         self._stages: list[tuple[Stage, list[int]]] = []
+        self._of_scores: tuple[ScoresAlone | None] | None = None  # once somebody has asked
         self._renew()
 
     @abstractmethod
@@ -109,6 +115,7 @@ class StagedProcessor(ABC):
 
     def _renew(self) -> None:
         """Put the processors that the rows have by now into the stages, which are made when classes are others."""
+        self._of_scores = None
         by_row = [list(map(type, chain)) for chain in self._chains]
         alike = all(kinds == by_row[0] for kinds in by_row)
         if alike and by_row[0] == self._kinds:
@@ -147,6 +154,13 @@ class StagedProcessor(ABC):
     def changes_nothing(self) -> bool:
         """Whether there is no processor."""
         return not any(self._chains)
+
+    @property
+    def of_scores_alone(self) -> ScoresAlone | None:
+        """What it makes of logits if that depends on nothing else, alike in all rows, and can be recorded."""
+        if self._of_scores is None:
+            self._of_scores = (scores_alone(self._chains),)
+        return self._of_scores[0]
 
     def __call__(self, logits: Tensor, sequences: SequenceBatch, counts: Sequence[int], offset: int = 0) -> Tensor:
         """Process a block.

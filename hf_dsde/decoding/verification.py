@@ -154,7 +154,7 @@ def lossy(
     return VerifiedBlock(accepted, best.gather(1, accepted[:, None])[:, 0])
 
 
-def draw(weights: Tensor) -> Tensor:
+def draw(weights: Tensor, numbers: Tensor | None = None) -> Tensor:
     """Draw a token per row, each with a probability in proportion to its weight.
 
     It is the one whose weight over an exponential variable of its own is largest (the Gumbel-max trick without
@@ -162,6 +162,7 @@ def draw(weights: Tensor) -> Tensor:
 
     Args:
         weights: `[rows, vocabulary]`, float32, at least 0.
+        numbers: The exponential variables, like `weights`, of which each call needs new ones; None to draw them.
 
     Returns:
         `[rows]`, int64.
@@ -170,7 +171,9 @@ def draw(weights: Tensor) -> Tensor:
         RuntimeError: If a row has no positive weight, or one that is no number. A CUDA device asserts it later, since
             nothing waits for it.
     """
-    largest, token = (weights / torch.empty_like(weights).exponential_()).max(dim=-1)
+    if numbers is None:
+        numbers = torch.empty_like(weights).exponential_()
+    largest, token = (weights / numbers).max(dim=-1)
     torch._assert_async((largest > 0).all(), "probabilities are not numbers, or all are 0")
     return token
 

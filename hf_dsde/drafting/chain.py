@@ -18,21 +18,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
-from hf_dsde.decoding.candidates import CandidateBatch
-from hf_dsde.decoding.draft_logits import DraftLogits
+from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sampling import choose
 from hf_dsde.decoding.sequences import SequenceBatch, Texts
-from hf_dsde.drafting.proposal import Prepared, Proposal
+from hf_dsde.drafting.drawn_tokens import DraftVocabulary
+from hf_dsde.drafting.proposal import Prepared, Proposal, tokens_of
+from hf_dsde.drafting.token_choices import TokenChoices
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.pass_seconds import pass_seconds
-from hf_dsde.execution.recorded_chain import Chain, Proposable, best_tokens
+from hf_dsde.execution.recorded_chain import Chain
 from hf_dsde.execution.row_block import RowBlock
+from hf_dsde.execution.token_choice import BestTokens, Chosen, TokenChoice, best_tokens
 from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep
 from hf_dsde.utils.transfers import upload
@@ -100,9 +102,9 @@ class ChainDrafter(Drafter):
     def _staged_width(self) -> int:
         """Return how many tokens of a row can be missing after a proposal, if none were before."""
 
-    @abstractmethod
-    def _draft_logits(self, logits: Tensor) -> DraftLogits:
-        """Return the model's logits, without those of tokens that only it has."""
+    def _make_vocabulary(self, size: int, last_id: int) -> DraftVocabulary:
+        """Return what may be proposed, as `DraftVocabulary` has it: by default, ids mean the same to both models."""
+        return DraftVocabulary(size, last_id, size)
 
     def start(self, call: DraftCall) -> None:
         """Make a cache for the batch, or take over an earlier call's."""
@@ -112,19 +114,19 @@ class ChainDrafter(Drafter):
         self._runner.cache.limit = call.cache_limit
         self._device = self._runner.device
         self._tuning = tuning_of(self._device)
-        self._vocabulary_size = call.vocabulary_size
-        self._proposable: Proposable = call.vocabulary_size
-        self._last_id = self.model.config.get_text_config(decoder=True).vocab_size - 1
+        own_size = self.model.config.get_text_config(decoder=True).vocab_size
+        self._vocabulary = self._make_vocabulary(call.vocabulary_size, own_size - 1)
         # The draft samples through the call's processors, as it should resemble the target.
         self._process = call.process if self._device == sequences.device else call.process.on(self._device)
         self._context = compat.context_length(self.model)
+        self._choices = TokenChoices(self.model, self._process, self._vocabulary, do_sample=call.do_sample)
         self._texts = self._read_text(call)
         self._cached = [0] * sequences.rows
         self._caught_up: list[int | None] = []
         self._staged: Callable[[], PassOutput] | None = None
         self._prepared: Prepared | None = None
-        self._steps = 0  # of the last round's chain, ...
-        self._begun_steps = 0  # and how many of this round's were begun before it
+        self._choice: TokenChoice | None = None  # of the last round's chain, ...
+        self._steps = 0  # and how many steps it had
 
     @property
     def exit_layer(self) -> int | None:
@@ -186,58 +188,66 @@ class ChainDrafter(Drafter):
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
     ) -> CandidateBatch:
         """Draft up to `plan.width` tokens, one forward pass each."""
-        keeps_logits = bool(monitor.signals & LOGIT_SIGNALS)
         asked = monitor.stops_inside_round or monitor.signals & (DRAFT_SIGNALS - LOGIT_SIGNALS)
-        best_ones = not asked and not self.call.do_sample and self._process.changes_nothing
-        self._nobody_looks = best_ones and not keeps_logits
-        self._keeps_logits, self._steps = keeps_logits, 0
-        output = self._catch_up(plan)
-        candidates = self._chained(plan, output) if best_ones else None
-        return candidates or self._step_by_step(sequences, plan, monitor, output)
+        self._choice = None if asked else self._choices.choice(recorded=self._runner.replays)
+        self._keeps_logits, self._steps = bool(monitor.signals & LOGIT_SIGNALS), 0
+        self._nobody_looks = isinstance(self._choice, BestTokens) and not self._keeps_logits
+        begun = self._catch_up(plan)
+        candidates = None if self._choice is None else self._chained(plan, begun, self._choice)
+        self._choices.turn += 1
+        return candidates or self._step_by_step(sequences, plan, monitor, begun.output)
 
-    def _chained(self, plan: RoundPlan, output: PassOutput) -> CandidateBatch | None:
-        """Draft greedily after the first pass; None if the runner needs the host for that."""
-        sequences, logits = self.call.sequences, output.logits
+    def _chained(self, plan: RoundPlan, begun: Prepared, choice: TokenChoice) -> CandidateBatch | None:
+        """Draft after the first pass; None if the runner needs the host for that."""
+        device, (output, _, chosen_by, first, steps) = self.call.sequences.device, begun
+        if first is None or chosen_by != choice:
+            first, steps = self._choices.first(choice, output.logits[:, 0]), 0
+        logits, drafted = output.logits, None
         self._steps = plan.width - 1
         if self._steps:
-            chain = self._chain(output, plan.lengths.to(self._device), max(self._texts.length_counts))
-            drafted = self._runner.chain(replace(chain, goes_on=self._begun_steps > 0))
+            chain = self._chain(choice, output, first, plan.lengths.to(self._device), max(self._texts.length_counts))
+            drafted = self._runner.chain(replace(chain, goes_on=steps > 0))
             if drafted is None:
                 self._steps = 0
                 return None
-            tokens = drafted.tokens
             if drafted.logits is not None:
                 logits = torch.cat([logits, drafted.logits], dim=1)
-        else:
-            tokens = self._best(logits)
+        tokens, probs = tokens_of(first, drafted)
         return CandidateBatch(
-            self._of_target(tokens).to(sequences.device),
+            (self._of_target(tokens) if probs is None else tokens).to(device),
             plan.lengths,
+            law=Deterministic() if probs is None else Sampled(probs.to(device)),
             host_lengths=plan.length_counts,
-            steps=1 + max(self._steps, self._begun_steps),
-            logits=self._draft_logits(logits).to(sequences.device) if self._keeps_logits else None,
+            steps=1 + max(self._steps, steps),
+            logits=self._vocabulary.known(logits).to(device) if self._keeps_logits else None,
         )
 
-    def _chain(self, output: PassOutput, lengths: Tensor, longest: int) -> Chain:
+    def _chain(
+        self, choice: TokenChoice, output: PassOutput, first: Callable[[], Chosen], lengths: Tensor, longest: int
+    ) -> Chain:
         """Return a chain of as many steps as the last one.
 
         Args:
+            choice: As in `Chain`.
             output: Of the first pass.
+            first: Gives the tokens that were chosen after it.
             lengths: As in `Chain`.
             longest: A bound on the rows' lengths.
         """
 
         def first_block() -> RowBlock:
-            return self._drafted_block(self._best(output.logits), self._texts.lengths[:, None].to(self._device), output)
+            places = self._texts.lengths[:, None].to(self._device)
+            return self._drafted_block(first().fed[:, None], places, output)
 
         return Chain(
             first_block,
             lengths,
             steps=self._steps,
             longest=longest + self._steps,
-            vocabulary=self._proposable,
+            choice=choice,
             exit_layer=self.exit_layer,
             keeps_logits=self._keeps_logits,
+            fill=self._choices.fill(choice),
         )
 
     def _step_by_step(
@@ -283,7 +293,7 @@ class ChainDrafter(Drafter):
         if self._nobody_looks:  # the best tokens alone need no distributions over the target's vocabulary
             tokens = self._of_target(self._best(logits))
             return DraftStep(position, tokens, logits, logits, drafting), None
-        logits = self._draft_logits(logits).over_target()
+        logits = self._vocabulary.known(logits).over_target()
         counts = [int(position < length) for length in plan.length_counts]
         scores = self._process(logits[:, None], self.call.sequences, counts, offset=position)[:, 0]
         tokens, probs = choose(scores, self.call.do_sample)
@@ -308,10 +318,15 @@ class ChainDrafter(Drafter):
         """Run the first pass, and as many steps as the last round had: the next one rarely has fewer."""
         staged, self._staged = self._staged, None
         assert staged is not None
-        output, begins = staged(), False
-        if self._steps and (self._context is None or longest + self._steps <= self._context):
-            begins = self._runner.begin_chain(self._chain(output, going_on * (self._steps + 1), longest))
-        self._prepared = Prepared(output, width, self._steps if begins else 0)
+        self._prepared = Prepared(staged(), width)
+        fits = self._context is None or longest + self._steps <= self._context
+        if self._choice is None or not self._steps or not fits:
+            return
+        output = self._prepared.output
+        first = self._choices.first(self._choice, output.logits[:, 0])
+        chain = self._chain(self._choice, output, first, going_on * (self._steps + 1), longest)
+        if self._runner.begin_chain(chain):
+            self._prepared = Prepared(output, width, self._choice, first, self._steps)
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self,
@@ -326,8 +341,8 @@ class ChainDrafter(Drafter):
                 self._cached[row] = self._held(length, num_matches[row], drafted[row])
         self._caught_up = []
 
-    def _catch_up(self, plan: RoundPlan) -> PassOutput:
-        """Feed what each row misses up to its last token; return what the pass gave of that."""
+    def _catch_up(self, plan: RoundPlan) -> Prepared:
+        """Feed what each row misses up to its last token; return what the pass gave of that, or what had begun."""
         lengths = self._texts.length_counts
         missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
         fits = [
@@ -336,22 +351,17 @@ class ChainDrafter(Drafter):
             for drafts, active, gap, length in zip(plan.length_counts, plan.active_rows, missing, lengths, strict=True)
         ]
         self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
-        prepared, self._prepared, self._begun_steps = self._prepared, None, 0
+        prepared, self._prepared = self._prepared, None
         rows = [row for row, fit in enumerate(fits) if fit]
         if prepared is not None and max(missing[row] for row in rows) <= prepared.width:
-            self._begun_steps = prepared.steps
-            return prepared.output
+            return prepared
         if not self._fits_first_pass(max(missing[row] for row in rows)):
             self._store_missing([row for row in rows if missing[row] > self._tuning.long_gap])
         width = max(lengths[row] - self._cached[row] for row in rows)
         block = self._text_block(width)
         if not all(fits):
             block = _only(block, upload(fits, block.positions.device))
-        return self._runner.forward(block, max(lengths[row] for row in rows), keep=1)
-
-    def _clamp_to_vocabulary(self, tokens: Tensor) -> Tensor:
-        """Map ids that the draft has no embedding of to its last id. That costs acceptance, never exactness."""
-        return tokens if self._last_id + 1 >= self._vocabulary_size else tokens.clamp_max(self._last_id)
+        return Prepared(self._runner.forward(block, max(lengths[row] for row in rows), keep=1), width)
 
     def _stage(
         self, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor, before: PassOutput
@@ -359,16 +369,12 @@ class ChainDrafter(Drafter):
         """Get a draft step ready that feeds the tokens of the one before."""
         places = (ends + position - 1).masked_fill(~drafting, -1)
         longest = max(self._texts.length_counts) + position
-        block = self._drafted_block(self._as_fed(tokens)[:, None], places[:, None], before)
+        block = self._drafted_block(self._vocabulary.fed(tokens)[:, None], places[:, None], before)
         return self._runner.stage(block, longest, keep=1)
 
     def _best(self, logits: Tensor) -> Tensor:
         """Return the best tokens as the draft is fed them, `[...]`, int64."""
-        return best_tokens(self.model, logits, self._proposable)
-
-    def _as_fed(self, tokens: Tensor) -> Tensor:
-        """Return proposed tokens as the draft is fed them."""
-        return self._clamp_to_vocabulary(tokens)
+        return best_tokens(self.model, logits, self._vocabulary.proposable)
 
     def _of_target(self, tokens: Tensor) -> Tensor:
         """Return tokens that the draft may be fed as the target knows them."""

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from hf_dsde.costs import BatchCosts
 from hf_dsde.decoding.candidates import CandidateBatch
-from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
@@ -251,9 +250,6 @@ class EarlyExitDrafter(ChainDrafter):
 
     def _widest_gap(self) -> int:
         return 1  # whoever has drafted, the target has read it
-
-    def _draft_logits(self, logits: Tensor) -> DraftLogits:
-        return DraftLogits(logits, None, self._vocabulary_size)
 
 
 def _unsure(step: DraftStep, threshold: float) -> Tensor:

@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde.decoding.candidates import CandidateBatch
-from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.drafting.chain import ChainDrafter
+from hf_dsde.drafting.drawn_tokens import DraftVocabulary
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
@@ -144,7 +144,7 @@ class HeadDrafter(ChainDrafter):
         tokens, positions = self.call.sequences.tail(width)
         positions = positions.to(self._device) - 1
         states = self._ring[self._rows, positions % self._size]
-        return RowBlock(self._clamp_to_vocabulary(tokens), positions, states=states)
+        return RowBlock(self._vocabulary.embedded(tokens), positions, states=states)
 
     def _drafted_block(self, tokens: Tensor, places: Tensor, before: PassOutput) -> RowBlock:
         return RowBlock(tokens, places - 1, states=before.hidden[0])
@@ -181,15 +181,15 @@ class HeadDrafter(ChainDrafter):
     def _store_pairs(self, pairs: Sequence[Span], states: Tensor) -> None:
         """Store pairs in their slots; `states` are those of the positions with the same number."""
         tokens = [Span(span.row, span.start + 1, span.count) for span in pairs]
-        self._runner.store(pairs, self._clamp_to_vocabulary(self.call.sequences.tokens_at(tokens)), states)
+        self._runner.store(pairs, self._vocabulary.embedded(self.call.sequences.tokens_at(tokens)), states)
 
     def _states(self, hidden: tuple[Tensor, ...]) -> Tensor:
         """The target's hidden states, brought to the head's width, `[..., H]`, of its dtype."""
         states: Tensor = self._head.project([layer.to(self._device) for layer in hidden])
         return states.to(self._ring.dtype)
 
-    def _draft_logits(self, logits: Tensor) -> DraftLogits:
-        return DraftLogits(logits, self._head.draft_ids, self._vocabulary_size)
+    def _make_vocabulary(self, size: int, last_id: int) -> DraftVocabulary:
+        return DraftVocabulary(size, last_id, size, self._head.draft_ids)
 
 
 def ring_size(longest: int) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.decoding.drafter import DraftCall
 from hf_dsde.decoding.sequences import Texts
 from hf_dsde.drafting.chain import ChainDrafter
@@ -74,7 +73,7 @@ class ModelDrafter(ChainDrafter):
         if self._inputs is not None:  # of these prompts, only the last token is text alone
             last = self._texts.lengths - self.call.sequences.generated - 1
             positions = positions.masked_fill(positions < last[:, None], -1)
-        return RowBlock(self._clamp_to_vocabulary(tokens), positions)
+        return RowBlock(self._vocabulary.embedded(tokens), positions)
 
     def _drafted_block(self, tokens: Tensor, places: Tensor, before: PassOutput) -> RowBlock:  # noqa: ARG002
         return RowBlock(tokens, places)
@@ -100,10 +99,7 @@ class ModelDrafter(ChainDrafter):
         spans = [span for span in spans if span.count > 0]
         if not spans:
             return False
-        self._runner.store(spans, self._clamp_to_vocabulary(self._texts.tokens_at(spans)))
+        self._runner.store(spans, self._vocabulary.embedded(self._texts.tokens_at(spans)))
         for span in spans:
             self._cached[span.row] = span.end
         return True
-
-    def _draft_logits(self, logits: Tensor) -> DraftLogits:
-        return DraftLogits(logits[..., : self._vocabulary_size], None, self._vocabulary_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
 from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.recorded_chain import DraftedChain
+from hf_dsde.execution.token_choice import Chosen, TokenChoice
 from hf_dsde.policies.base import LOGIT_SIGNALS, DraftStep, Signal
 
 
@@ -21,12 +23,16 @@ class Prepared(NamedTuple):
     Attributes:
         output: Of the first pass.
         width: Tokens of each row that it was fed.
+        choice: Makes tokens of its logits, if that has begun.
+        first: Gives them, the same ones each time.
         steps: How many after it are under way.
     """
 
     output: PassOutput
     width: int
-    steps: int
+    choice: TokenChoice | None = None
+    first: Callable[[], Chosen] | None = None
+    steps: int = 0
 
 
 @dataclass
@@ -75,3 +81,21 @@ class Proposal:
             entropy=stacked(self.entropy),
             confidence=stacked(self.confidence),
         )
+
+
+def tokens_of(first: Callable[[], Chosen], drafted: DraftedChain | None) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens of a chain, `[rows, width]`, as in `Chosen`, and what they were drawn from, if they were.
+
+    Args:
+        first: Gives the first token of each row.
+        drafted: Those after it, if there are any.
+    """
+    if drafted is None:
+        only = first()
+        return only.tokens[:, None], None if only.probs is None else only.probs[:, None]
+    if drafted.probs is None:
+        return drafted.tokens, None
+    begin = first()
+    assert begin.probs is not None
+    tokens = torch.cat([begin.tokens[:, None], drafted.tokens[:, 1:]], dim=1)
+    return tokens, torch.cat([begin.probs[:, None], drafted.probs], dim=1)

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde.costs import BatchCosts
-from hf_dsde.decoding.draft_logits import DraftLogits
 from hf_dsde.decoding.drafter import DraftCall, StagedStep
 from hf_dsde.decoding.sequences import SequenceBatch, Texts
+from hf_dsde.drafting.drawn_tokens import DraftVocabulary
 from hf_dsde.drafting.model import ModelDrafter
 from hf_dsde.drafting.translation import Translation
 from hf_dsde.execution.model_runner import ModelRunner
@@ -107,8 +107,10 @@ class TranslatedDrafter(ModelDrafter):
         self._read = [0] * len(rows)  # tokens of the target's text that the draft's has
         self._follow(call.sequences, rows)
         super().start(call)
-        self._tables = self._translation.tables(self._device)
-        self._proposable = self._tables.shared
+
+    def _make_vocabulary(self, size: int, last_id: int) -> DraftVocabulary:
+        self._tables = tables = self._translation.tables(self._device)
+        return DraftVocabulary(size, last_id, tables.shared, tables.target_ids, tables.to_draft)
 
     def _read_text(self, call: DraftCall) -> Texts:  # noqa: ARG002 - as the host has translated it
         self._inputs = None
@@ -158,15 +160,8 @@ class TranslatedDrafter(ModelDrafter):
             held.append(known.index(False) if False in known else matches)
         super().update_candidate_strategy(sequences, scores, held, drafted)
 
-    def _as_fed(self, tokens: Tensor) -> Tensor:
-        return self._tables.to_draft[tokens]
-
     def _of_target(self, tokens: Tensor) -> Tensor:
         return self._tables.to_target[tokens]
-
-    def _draft_logits(self, logits: Tensor) -> DraftLogits:
-        shared = logits.index_select(-1, self._tables.shared.ids)
-        return DraftLogits(shared, self._tables.target_ids, self._vocabulary_size)
 
     def _follow(self, sequences: SequenceBatch, rows: Iterable[int]) -> None:
         """Add what is new in the target's texts of some rows to the draft's."""

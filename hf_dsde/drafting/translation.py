@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_dsde.execution.recorded_chain import SharedTokens
+from hf_dsde.execution.token_choice import SharedTokens
 
 Spelling = tuple[bool, bytes]
 """Whether a token is a special one, and the bytes that it stands for, or its name."""

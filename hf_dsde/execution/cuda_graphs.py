@@ -313,8 +313,13 @@ class CapturedPasses(Generic[Entry]):
         return list(self._entries)
 
     def entries(self) -> list[Entry]:
-        """Return what is recorded."""
+        """Return what is recorded, what was used last at the end."""
         return list(self._entries.values())
+
+    def drop(self, unwanted: Callable[[Entry], bool]) -> None:
+        """Throw some entries away."""
+        for key in [key for key, entry in self._entries.items() if unwanted(entry)]:
+            del self._entries[key]
 
     def clear(self) -> None:
         """Throw everything away, as addresses have changed."""

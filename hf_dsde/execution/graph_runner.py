@@ -24,10 +24,11 @@ from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain, Proposable
+from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
 from hf_dsde.execution.recording_key import is_compiled
-from hf_dsde.execution.row_block import LENDINGS, PACKED_WIDTHS, RowBlock, Shape, somewhat_larger
+from hf_dsde.execution.row_block import LENDINGS, PACKED_WIDTHS, RowBlock, Shape, next_row_count, somewhat_larger
 from hf_dsde.execution.spans import Span, portions, total_count
+from hf_dsde.execution.token_choice import TokenChoice
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, WorkspaceKey, workspaces
 from hf_dsde.kernels.block import Block
 from hf_dsde.utils.transfers import upload
@@ -36,12 +37,6 @@ MIN_REACH = 512
 """Smallest bound of a row's length that a fused pass is recorded for."""
 CAPACITY_STEP = 256
 """Caches hold a multiple of this many slots, so that calls with similar prompts find the same one."""
-
-
-def next_row_count(rows: int, fine: int) -> int:
-    """Return the rows of a pass when `rows` are left: a power of two, or above `fine` also three halves of one."""
-    power = 1 << (rows - 1).bit_length()
-    return power * 3 // 4 if power > fine and rows <= power * 3 // 4 else power
 
 
 class GraphRunner(EagerRunner):
@@ -172,7 +167,7 @@ class GraphRunner(EagerRunner):
         return None if self._begun is None else self._begun.drafted(chain, of_everyone)
 
     def _run_chain(self, chain: Chain, *, ahead: bool = False) -> BegunChain | None:
-        shape = ("chain", len(self._live), chain.vocabulary, chain.exit_layer)
+        shape = ("chain", len(self._live), chain.choice, chain.exit_layer)
         reach, begun = self._reach(chain.longest), self._begun
         if not self._recording or chain.steps >= LONGEST_CHAIN:
             return None
@@ -346,9 +341,11 @@ class GraphRunner(EagerRunner):
 
         return RecordedPass(self._workspace.capture(body), buffers, block)
 
-    def _record_chain(self, rows: int, vocabulary: Proposable, exit_layer: int | None, reach: int) -> RecordedPass:
+    def _record_chain(self, rows: int, choice: TokenChoice, exit_layer: int | None, reach: int) -> RecordedPass:
         buffers = self._new_buffers(rows, 1)
-        step, block = ChainStep(buffers, vocabulary), None
+        self._workspace.make_room_for(choice)
+        numbers = self._workspace.random_numbers(rows, choice.numbers, self.device)
+        step, block = ChainStep(buffers, choice, numbers), None
         if self._fused is None:
             forward = self._own_forward(buffers, reach, 1, exit_layer)
         else:

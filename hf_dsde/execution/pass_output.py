@@ -21,14 +21,16 @@ class PassOutput(NamedTuple):
         hidden: For each layer that was asked for, in that order, `[rows, columns, H]`, of the model's dtype. Anything
             finite where there is no token.
         packed_tokens: Tokens in the pass, when it was packed; None when it was padded.
+        probs: What the step of a chain drew its tokens from, `[rows, 1, vocabulary]`, float32; None of all else.
     """
 
     logits: Tensor
     hidden: tuple[Tensor, ...] = ()
     packed_tokens: int | None = None
+    probs: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> PassOutput:
-        """Return what `function` makes of each tensor."""
+        """Return what `function` makes of logits and hidden states."""
         return self._replace(logits=function(self.logits), hidden=tuple(map(function, self.hidden)))
 
 

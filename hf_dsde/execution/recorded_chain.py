@@ -13,47 +13,15 @@ from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Replay
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.row_block import RowBlock
-from hf_dsde.heads.head import DraftHead
+from hf_dsde.execution.token_choice import Chosen, FillNumbers, TokenChoice
 
 LONGEST_CHAIN = 64
 """Tokens of a row that are kept while it drafts."""
 
 
-@dataclass(frozen=True, eq=False)
-class SharedTokens:
-    """What a draft of another tokenizer may propose. It is compared by identity: a recorded step reads this tensor.
-
-    Attributes:
-        ids: The draft's ids of tokens that the target has too, `[shared]`, int64, on the draft's device.
-    """
-
-    ids: Tensor
-
-
-Proposable = int | SharedTokens
-"""The size of the target's vocabulary, below which ids mean the same to both; or which tokens they share."""
-
-
-def best_tokens(model: PreTrainedModel, logits: Tensor, vocabulary: Proposable) -> Tensor:
-    """Return the best tokens as the draft is fed them, `[...]`, int64.
-
-    These are the target's ids, unless the draft has a vocabulary of its own.
-
-    Args:
-        model: The draft.
-        logits: Its own, `[..., its vocabulary]`.
-        vocabulary: What may be proposed: nothing that only the draft has.
-    """
-    if isinstance(vocabulary, SharedTokens):
-        return vocabulary.ids[logits.index_select(-1, vocabulary.ids).argmax(dim=-1)]
-    best = logits[..., :vocabulary].argmax(dim=-1)
-    ids = model.draft_ids if isinstance(model, DraftHead) else None
-    return best if ids is None else ids[best]
-
-
 @dataclass(frozen=True)
 class Chain:
-    """What is drafted greedily, each step fed what the one before gave.
+    """What is drafted without the host in between, each step fed what the one before gave.
 
     Attributes:
         block: Returns one of one column, in each row its first draft token, and its position; asked where the chain
@@ -61,20 +29,22 @@ class Chain:
         lengths: Tokens that each row drafts in all, `[rows]`, int64; what it gets beyond is anything.
         steps: Tokens that the row which drafts most drafts after its first; at least 1.
         longest: A bound, known without asking the device, on the largest slot + 1.
-        vocabulary: What may be proposed.
+        choice: Makes tokens of logits.
         exit_layer: The layer that passes end after, if not all are run.
         keeps_logits: Whether somebody looks at what the tokens were chosen from.
         goes_on: Whether the steps of the runner's last chain are the first ones of this one.
+        fill: Gives what `choice` takes of random numbers, step by step; None if it takes none.
     """
 
     block: Callable[[], RowBlock]
     lengths: Tensor
     steps: int
     longest: int
-    vocabulary: Proposable
+    choice: TokenChoice
     exit_layer: int | None = None
     keeps_logits: bool = False
     goes_on: bool = False
+    fill: FillNumbers | None = None
 
 
 @dataclass(frozen=True)
@@ -83,35 +53,45 @@ class DraftedChain:
 
     Attributes:
         tokens: First draft tokens and those of the steps, `[rows, 1 + steps]`, int64.
+            Of drawn ones the first is as the draft was fed it, and the others as the target knows them.
         logits: The draft's own that the steps chose from, `[rows, steps, its vocabulary]`, float32; None if they were
             not to be kept.
+        probs: What the steps drew from, `[rows, steps, vocabulary]`, float32; None if they did not draw.
     """
 
     tokens: Tensor
     logits: Tensor | None = None
+    probs: Tensor | None = None
 
 
 class ChainStep:
     """The static tensors of a recorded step of one token per row. They are its inputs, and it leaves the next one's.
 
     Args:
-        buffers: What the pass reads, of one column. Its tokens are replaced by the last line of `tokens`.
-        vocabulary: What may be proposed.
+        buffers: What the pass reads, of one column. Where nothing is drawn, its tokens are replaced by the last line of
+            `tokens`.
+        choice: Makes tokens of logits.
+        numbers: What `choice` reads of random numbers, `[rows, choice.numbers]`, float32; None if it takes none. They
+            are filled in before each replay: nothing that is recorded draws any, so recording leaves no generator
+            changed, and which numbers a step gets does not depend on what was recorded when.
 
     Attributes:
+        choice: As given.
         tokens: A line per step, the last one on the bottom, `[LONGEST_CHAIN, rows]`, int64.
         places: Positions of the tokens that are fed next, `[rows, 1]`, int64.
         left: Tokens that each row drafts yet, those that are fed next included, `[rows, 1]`, int64.
     """
 
-    def __init__(self, buffers: BlockBuffers, vocabulary: Proposable) -> None:
+    def __init__(self, buffers: BlockBuffers, choice: TokenChoice, numbers: Tensor | None = None) -> None:
         rows, _ = buffers.tokens.shape
         self.buffers = buffers
+        self.choice = choice
+        self.numbers = numbers
         self.tokens = buffers.tokens.new_zeros(LONGEST_CHAIN, rows)
-        buffers.tokens = self.tokens[-1][:, None]
+        if numbers is None:
+            buffers.tokens = self.tokens[-1][:, None]
         self.places = torch.zeros_like(buffers.positions)
         self.left = torch.zeros_like(buffers.positions)
-        self._vocabulary = vocabulary
 
     def begin(self, chain: Chain, of_rows: Callable[[Tensor], Tensor]) -> None:
         """Take the first step's inputs.
@@ -122,6 +102,8 @@ class ChainStep:
         """
         block, buffers = chain.block().map(of_rows), self.buffers
         buffers.tokens.copy_(block.tokens)
+        if self.numbers is not None:
+            self.tokens[-1].copy_(block.tokens[:, 0])
         self.places.copy_(block.positions)
         self.left.copy_(of_rows(chain.lengths)[:, None])
         if buffers.states is not None and block.states is not None:
@@ -133,15 +115,16 @@ class ChainStep:
         self.buffers.positions.copy_(self.places.masked_fill(self.left <= 0, -1))
         self.places.add_(1)
 
-    def feed(self, model: PreTrainedModel, output: PassOutput) -> None:
+    def feed(self, chosen: Chosen, output: PassOutput) -> None:
         """Recorded after the pass: what it gave is what the next one reads.
 
         Args:
-            model: The draft.
+            chosen: Of the pass's logits.
             output: Of the pass, `[rows, 1, ...]`.
         """
-        best = best_tokens(model, output.logits[:, 0], self._vocabulary)
-        self.tokens.copy_(torch.cat([self.tokens[1:], best[None]]))
+        self.tokens.copy_(torch.cat([self.tokens[1:], chosen.tokens[None]]))
+        if self.numbers is not None:
+            self.buffers.tokens.copy_(chosen.fed[:, None])
         if self.buffers.states is not None:
             self.buffers.states.copy_(output.hidden[0])
 
@@ -151,8 +134,9 @@ class ChainStep:
         def body() -> PassOutput:
             self.aim()
             output = forward()
-            self.feed(model, output)
-            return output
+            chosen = self.choice(model, output.logits[:, 0], self.numbers)
+            self.feed(chosen, output)
+            return output if chosen.probs is None else output._replace(probs=chosen.probs[:, None])
 
         return body
 
@@ -175,6 +159,7 @@ class BegunChain:
         conditions: What has to be the same.
         steps: How many were run.
         logits: What they chose from, `[rows, 1, its vocabulary]`, float32, as far as it was kept.
+        probs: What they drew from, `[rows, 1, vocabulary]`, float32, if they draw.
     """
 
     replay: Replay[PassOutput]
@@ -182,6 +167,7 @@ class BegunChain:
     conditions: Hashable
     steps: int = 0
     logits: list[Tensor] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
 
     def may_become(self, chain: Chain, conditions: Hashable) -> bool:
         """Whether a chain can go on with this one."""
@@ -191,15 +177,25 @@ class BegunChain:
         """Run the steps that are missing; `of_rows` as in `ChainStep.begin`."""
         if 0 < self.steps < chain.steps:
             self.step.go_on(of_rows(chain.lengths), self.steps)
-        for _ in range(self.steps, chain.steps):
+        for done in range(self.steps, chain.steps):
+            if self.step.numbers is not None and chain.fill is not None:
+                chain.fill(self.step.numbers, done + 1)
             self.replay()
+            output = self.replay.output
             if chain.keeps_logits:
-                self.logits.append(self.replay.output.logits.to(torch.float32, copy=True))
+                self.logits.append(output.logits.to(torch.float32, copy=True))
+            if output.probs is not None:
+                self.probs.append(output.probs.clone())
         self.steps = max(self.steps, chain.steps)
 
     def drafted(self, chain: Chain, of_everyone: Callable[[Tensor], Tensor]) -> DraftedChain:
         """Return what a chain asks for; `of_everyone` gives tensors of the rows that were run a line for each row."""
-        tokens = of_everyone(self.step.drafted(self.steps)[:, : chain.steps + 1])
-        if not chain.keeps_logits:
-            return DraftedChain(tokens)
-        return DraftedChain(tokens, of_everyone(torch.cat(self.logits[: chain.steps], dim=1)))
+
+        def kept(steps: list[Tensor]) -> Tensor:
+            return of_everyone(torch.cat(steps[: chain.steps], dim=1))
+
+        return DraftedChain(
+            of_everyone(self.step.drafted(self.steps)[:, : chain.steps + 1]),
+            kept(self.logits) if chain.keeps_logits else None,
+            kept(self.probs) if self.probs else None,
+        )

@@ -150,3 +150,9 @@ class RowBlock:
             states=None if self.states is None else self.states[rows, columns],
         )
         return block, (starts[:, None] + torch.arange(self.width, device=rows.device)).clamp_max(self.size - 1)
+
+
+def next_row_count(rows: int, fine: int) -> int:
+    """Return the rows of a pass when `rows` are left: a power of two, or above `fine` also three halves of one."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power > fine and rows <= power * 3 // 4 else power

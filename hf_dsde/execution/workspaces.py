@@ -24,9 +24,13 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recorded_chain import ChainStep
 from hf_dsde.execution.recording_key import Key, RecordingKey, recording_key
+from hf_dsde.execution.token_choice import TokenChoice
 from hf_dsde.execution.torch_modes import lasting
 from hf_dsde.kernels.block import Block
 
+MOST_CHOICES = 4
+"""Ways to choose a draft's tokens, such as temperatures, that steps are kept of: one that draws keeps memory for a
+distribution of every row."""
 KEPT_WORKSPACES = 2
 """Workspaces of a model that are kept between calls: a model may be target and draft at once."""
 
@@ -96,6 +100,7 @@ class Workspace:
     anchor: Replay[Tensor] | None = None
     state: int = 0
     states: dict[int, Key] = field(default_factory=dict)
+    _numbers: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Number the first state."""
@@ -123,6 +128,23 @@ class Workspace:
     def costs(self) -> RecordingCosts:
         """What recording has cost since the workspace was made."""
         return RecordingCosts(self.passes.captures, self.passes.seconds, self.capture.bytes)
+
+    def make_room_for(self, choice: TokenChoice) -> None:
+        """Let `choice` be one of the few whose steps are kept: of those used least recently, throw them away."""
+        used = dict.fromkeys(entry.chain.choice for entry in reversed(self.passes.entries()) if entry.chain is not None)
+        gone = [other for other in used if other != choice][MOST_CHOICES - 1 :]
+        self.passes.drop(lambda entry: entry.chain is not None and entry.chain.choice in gone)
+
+    def random_numbers(self, rows: int, of_each: int, device: torch.device) -> Tensor | None:
+        """Return where recorded draft steps get random numbers, `[rows, of_each]`, float32; None if they take none.
+
+        Steps run one after another and get new ones each time, so they share this memory.
+        """
+        if not of_each:
+            return None
+        if self._numbers is None or self._numbers.numel() < rows * of_each or self._numbers.device != device:
+            self._numbers = torch.ones(rows * of_each, device=device)
+        return self._numbers[: rows * of_each].view(rows, of_each)
 
     def start_anew(self) -> None:
         """Forget the last call's text, and which of its rows were still in at the end."""

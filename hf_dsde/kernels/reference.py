@@ -316,5 +316,5 @@ def nucleus(scores: Tensor, best: Tensor, top_p: float) -> Tensor:
     scores = scores.masked_fill(scores < best[:, -1:], float("-inf"))
     ordered, places = scores.sort()
     excluded = ordered.softmax(1).cumsum(1) <= 1 - top_p
-    excluded[:, -1] = False
+    excluded[:, -1].fill_(False)
     return scores.masked_fill(excluded.scatter(1, places, excluded), float("-inf"))

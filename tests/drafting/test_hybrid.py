@@ -255,7 +255,7 @@ def test_a_pass_that_was_begun_is_used_where_texts_drafted_little(kind: str, mon
     def catch_up(self: ChainDrafter, *arguments: Any) -> Any:
         begun = self._prepared
         output = original(self, *arguments)
-        used.append(begun is not None and output is begun[0])
+        used.append(begun is not None and output.output is begun.output)
         return output
 
     monkeypatch.setattr(ChainDrafter, "_catch_up", catch_up)

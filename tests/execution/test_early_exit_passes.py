@@ -19,6 +19,7 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.recorded_chain import Chain
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
+from hf_dsde.execution.token_choice import BestTokens
 
 LENGTHS = [9, 1, 14, 5]
 RUNNERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,7 +89,12 @@ def test_a_chain_ends_early_too_and_each_exit_is_recorded_once(name: str, record
     recorded = []
     for exit_layer in (1, 3, 1):
         chain = Chain(
-            partial(last_tokens, exit_layer), torch.tensor([4] * 4), 3, max(LENGTHS) + 3, VOCABULARY, exit_layer
+            partial(last_tokens, exit_layer),
+            torch.tensor([4] * 4),
+            3,
+            max(LENGTHS) + 3,
+            BestTokens(VOCABULARY),
+            exit_layer,
         )
         with runner.active():
             drafted = runner.chain(chain)

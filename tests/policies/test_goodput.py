@@ -12,7 +12,7 @@ from reference_goodput import ReferenceGoodput
 from simulated_rounds import Simulation, batch_with_costs
 
 from hf_dsde.costs import BatchCosts, CostCurve, CostModel, LiveCosts
-from hf_dsde.execution.graph_runner import next_row_count
+from hf_dsde.execution.row_block import next_row_count
 from hf_dsde.policies import (
     BatchInfo,
     GoodputPolicy,

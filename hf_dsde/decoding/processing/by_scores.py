@@ -28,7 +28,6 @@ def _entropy(logarithms: Tensor, probs: Tensor) -> Tensor:
 
 
 @stands_for(
-    logits_process.TopPLogitsWarper,
     logits_process.TypicalLogitsWarper,
     logits_process.EpsilonLogitsWarper,
     logits_process.InfNanRemoveLogitsProcessor,
@@ -61,6 +60,18 @@ class TopK(ScoreFunction):
         own = self._processors[0]
         least = scores.topk(min(own.top_k, scores.shape[2])).values[:, :, -1:]
         return scores.masked_fill(scores < least, own.filter_value)
+
+
+@stands_for(logits_process.TopPLogitsWarper)
+class TopP(ScoreFunction):
+    """Leaves out the least likely tokens that have `1 - top_p` of the probability together, as far as they are many."""
+
+    def _process(self, scores: Tensor) -> Tensor:
+        own = self._processors[0]
+        ascending, places = scores.sort(dim=2)
+        excluded = ascending.softmax(2).cumsum(2) <= 1 - own.top_p
+        excluded[:, :, -own.min_tokens_to_keep :].fill_(False)
+        return scores.masked_fill(excluded.scatter(2, places, excluded), own.filter_value)
 
 
 @stands_for(logits_process.MinPLogitsWarper)
