@@ -79,7 +79,7 @@ class ChainStep:
         choice: As given.
         tokens: A line per step, the last one on the bottom, `[LONGEST_CHAIN, rows]`, int64.
         places: Positions of the tokens that are fed next, `[rows, 1]`, int64.
-        left: Tokens that each row drafts yet, those that are fed next included, `[rows, 1]`, int64.
+        ends: The position in each row that nothing is fed from on, `[rows, 1]`, int64.
     """
 
     def __init__(self, buffers: BlockBuffers, choice: TokenChoice, numbers: Tensor | None = None) -> None:
@@ -91,7 +91,8 @@ class ChainStep:
         if numbers is None:
             buffers.tokens = self.tokens[-1][:, None]
         self.places = torch.zeros_like(buffers.positions)
-        self.left = torch.zeros_like(buffers.positions)
+        self.ends = torch.zeros_like(buffers.positions)
+        self._no_place = self.places.new_tensor(-1)
 
     def begin(self, chain: Chain, of_rows: Callable[[Tensor], Tensor]) -> None:
         """Take the first step's inputs.
@@ -105,14 +106,13 @@ class ChainStep:
         if self.numbers is not None:
             self.tokens[-1].copy_(block.tokens[:, 0])
         self.places.copy_(block.positions)
-        self.left.copy_(of_rows(chain.lengths)[:, None])
+        self.go_on(of_rows(chain.lengths), 0)
         if buffers.states is not None and block.states is not None:
             buffers.states.copy_(block.states)
 
     def aim(self) -> None:
         """Recorded in front of the pass: rows that have drafted all their tokens have none to feed."""
-        self.left.sub_(1)
-        self.buffers.positions.copy_(self.places.masked_fill(self.left <= 0, -1))
+        torch.where(self.places < self.ends, self.places, self._no_place, out=self.buffers.positions)
         self.places.add_(1)
 
     def feed(self, chosen: Chosen, output: PassOutput) -> None:
@@ -142,7 +142,7 @@ class ChainStep:
 
     def go_on(self, lengths: Tensor, done: int) -> None:
         """Take note of how much rows draft in all, `[rows]`, int64, after so many steps."""
-        self.left.copy_(lengths[:, None] - done)
+        self.ends.copy_(self.places + (lengths[:, None] - done - 1))
 
     def drafted(self, steps: int) -> Tensor:
         """Return the first draft tokens and those of `steps` replays, `[rows, 1 + steps]`, int64; a copy."""

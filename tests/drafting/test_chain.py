@@ -205,7 +205,7 @@ def early_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def begin(self: ChainStep, *arguments: Any) -> None:
         original(self, *arguments)
-        self.left.sub_(1)
+        self.ends.sub_(1)
 
     monkeypatch.setattr(ChainStep, "begin", begin)
 
