@@ -180,8 +180,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 QUICK = {("head", "top-k and top-p")}
 CASES = [
-    *((kind, name) for kind in ("head", "model") for name in OPTIONS),
-    *((kind, "temperature 0.7") for kind in DRAFTS if kind not in ("head", "model")),
+    *(("head", name) for name in OPTIONS),
+    *((kind, "temperature 0.7") for kind in DRAFTS if kind != "head"),
 ]
 LAWS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
@@ -243,7 +243,6 @@ def leave_processing_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("recording", "seen")
-@pytest.mark.parametrize("kind", ["head", "model"])
 @pytest.mark.parametrize(
     ("mutate", "options"),
     [
@@ -252,14 +251,13 @@ def leave_processing_out(monkeypatch: pytest.MonkeyPatch) -> None:
         (repeat_numbers_in_each_round, "temperature 0.7"),
         (record_the_numbers, "temperature 0.7"),
         (leave_processing_out, "temperature 0.7"),
-        (leave_processing_out, "top-k"),
     ],
 )
 def test_wrong_chains_are_found_out(
-    mutate: Callable[[pytest.MonkeyPatch], None], options: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    mutate: Callable[[pytest.MonkeyPatch], None], options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    assert p_value(kind, OPTIONS[options]) < WRONG
+    assert p_value("head", OPTIONS[options]) < WRONG
 
 
 @pytest.mark.slow
@@ -272,7 +270,7 @@ def test_two_temperatures_in_turn_each_have_their_law(recording: list[NotingCapt
     texts = []
     for options in calls * 2:
         torch.manual_seed(0)
-        texts.append(sampled(target, head, options))
+        texts.append(sampled(target, head, options, rows=2048))
         if len(texts) == 2:
             recorded = sum(capture.recorded for capture in recording)
     for text, options in zip(texts, calls, strict=False):
