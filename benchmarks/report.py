@@ -18,7 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from string import Template
 
-from reporting import rounds, speed, study
+from reporting import other_weights, rounds, speed, study
 from reporting.files import PLAIN, Results
 from reporting.markdown import code, listed, middle, ratio, reflowed
 
@@ -34,15 +34,11 @@ Filler = Callable[[Results], str]
 
 TABLES: dict[str, Filler] = {
     "speeds": speed.speeds,
-    "best_lengths": speed.best_lengths,
+    "capped": speed.capped,
     "beside_others": speed.beside_others,
-    "peers": speed.peers,
-    "policies": speed.policies,
-    "other_drafts": rounds.other_drafts,
     "stages": rounds.stages,
-    "overhead": rounds.overhead,
     "processors": rounds.processors,
-    "packed": rounds.packed,
+    "other_weights": other_weights.other_weights,
     "jobs": rounds.jobs,
 }
 """Tables of docs/performance.md, and long lists of numbers."""
@@ -56,17 +52,9 @@ def devices(results: Results) -> str:
 
 def shared(results: Results, key: str) -> str:
     """A setting of all benchmarks of speed."""
-    names = (*(name for name in speed.NEWEST if results.path(name).exists()), *speed.LENGTHS, speed.GREEDY)
+    names = speed.MEASURED.values()
     found = {str(run["settings"][key]) for name in names for run in results.bench(name).runs}
     assert len(found) == 1, f"benchmarks differ in {key}: {sorted(found)}"
-    return found.pop()
-
-
-def peer_tokens(results: Results) -> str:
-    """New tokens of the runs beside peers and of packed verification, the last run of each file."""
-    names = (*speed.PEERS, *rounds.PACKED)
-    found = {str(results.bench(name).runs[-1]["settings"]["new_tokens"]) for name in names}
-    assert len(found) == 1, f"benchmarks differ in new_tokens: {sorted(found)}"
     return found.pop()
 
 
@@ -144,17 +132,11 @@ def performance(results: Results) -> str:
         **common_holes(),
         **several(rounds.two_devices, "two_rows", "two_ratio", "two_repeats"),
         **several(rounds.import_seconds, "import_base", "import_ours"),
-        "peer_tokens": peer_tokens,
         "batch_transformers": partial(batch, key="transformers"),
         "batch_attention": partial(batch, key="attention"),
         "vllm_plain": speed.vllm_plain_span,
-        "length_rows": lambda _: listed(list(map(str, speed.LARGE_ROWS))),
-        "overhead_rows": lambda _: listed(list(map(str, rounds.OVERHEAD_ROWS))),
-        "tried_lengths": speed.tried_lengths,
         "served_spread": speed.served_spread,
         "generate_spread": speed.generate_spread,
-        "prompt_bound": rounds.prompt_bound,
-        "prompt_bound_tokens": rounds.prompt_bound_tokens,
         "processor_tokens": partial(rounds.processor_settings, key="new_tokens"),
         "processor_repeats": partial(rounds.processor_settings, key="repeats"),
         "processor_spread": rounds.processor_spread,
@@ -186,8 +168,8 @@ def readme_part(results: Results) -> str:
     """The speeds in README.md."""
 
     def large(found: Results, what: Callable[[str, Spread | None], str]) -> str:
-        measured = [one for one in speed.settings(found) if one.cell.pair == speed.LARGE]
-        return listed([what(str(one.cell.batch), one.over("goodput", PLAIN)) for one in measured])
+        ones = [one for one in speed.settings(found) if one.cell.pair == speed.LARGE_HEAD]
+        return listed([what(str(one.cell.batch), one.over(one.best_draft(), PLAIN)) for one in ones])
 
     def job_vllm(found: Results) -> str:
         own = middle(found.raw(rounds.LARGE_JOBS[PLAIN])["speeds"]["refill"]).median
@@ -197,7 +179,7 @@ def readme_part(results: Results) -> str:
         **common_holes(),
         "readme_speeds": speed.readme_speeds,
         "large_rows": partial(large, what=lambda rows, _: rows),
-        "large_goodput": partial(large, what=lambda _, over: ratio(over)),
+        "large_best": partial(large, what=lambda _, over: ratio(over)),
         "job_vllm": job_vllm,
     }
     return fill((TEXTS / "speeds.md").read_text(encoding="utf-8"), holes, results)

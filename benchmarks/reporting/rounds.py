@@ -1,31 +1,26 @@
-"""Tables of where the time goes: rounds, prompts, a user's settings, jobs, weak drafts and packed verification."""
+"""Tables of where the time goes: rounds, a user's settings, jobs."""
 
 from __future__ import annotations
 
 from statistics import median
 from typing import Any
 
-from hf_dsde.bench.results import CaseResult, Cell
+from hf_dsde.bench.results import CaseResult
 from reporting.files import PLAIN, Results
-from reporting.markdown import code, listed, middle, rate, rate_spread, ratio, ratio_spread, table
-from reporting.speed import SMALL, SOURCE, VLLM_JOB, newest
+from reporting.markdown import code, middle, rate_spread, ratio, table
+from reporting.speed import HEAD, ROWS, SOURCE, VLLM_JOB, measured
 
-ROUND_OVERHEAD = "round_overhead_8B_0edc2f8.json"
-OVERHEAD_ROWS = (1, 8)
-PREFILL = "prefill_8B_d34fb29.json"
 PROCESSORS = ("processor_rounds_sampled_8B_55993aa.json", "processor_rounds_8B_ddf9b78.json")
 LARGE_JOBS = {
     "static:0": "job_256_rows_static0_8B_8955a6c.json",
     "goodput": "job_256_rows_8B_8955a6c.json",
 }
 SMALL_JOB, TWO_DEVICES = "job_32_rows_8B_9b21df9.json", "two_gpus_8B_93e518c.json"
-OTHER_DRAFTS = ("bad_draft_8B_bb3dca9.json", "weak_drafts_8B_0edc2f8.json", "sampled_8B_12efad1.json")
-PACKED = ("packed_64_rows_8B_9b21df9.json", "packed_128_rows_8B_12efad1.json")
 IMPORT = "import_time.json"
 
 
 def stages(results: Results) -> str:
-    """What a round takes, by stage, without drafts / with `goodput`; and how fast prompts are read, by themselves."""
+    """What a round takes, by stage, without drafts / with `goodput`."""
 
     def cells(case: CaseResult) -> list[str]:
         told, share = case.statistics, case.prefill_share
@@ -37,51 +32,12 @@ def stages(results: Results) -> str:
         return [*counts, *parts, "" if share is None else f"{100 * share.median:.0f} %"]
 
     rows = []
-    for count in (1, 8, 32, 64, 256):
-        one = newest(results, count)
+    for count in ROWS:
+        one = measured(results, HEAD, count)
         cases = [cells(case) for case in (one.case(PLAIN), one.case("goodput")) if case is not None]
-        merged = [" / ".join(filter(None, pair)) for pair in zip(*cases, strict=True)]
-        rows.append([str(count), *merged, str(results.commit(one.file)), *_prompts(results, count)])
+        rows.append([str(count), *(" / ".join(filter(None, pair)) for pair in zip(*cases, strict=True))])
     header = ["rows", "tokens", "draft steps", "accepted", "drafting, ms", "target, ms", "bookkeeping, ms"]
-    header += ["outside, ms", "prompts, of the call", "commit"]
-    return table([*header, "prompts: tokens", "target, ms", "tokens/s", "of the bound", "draft, ms"], rows)
-
-
-def _prompts(results: Results, count: int) -> list[str]:
-    models = results.raw(PREFILL)["models"]
-    target, draft = (models[name]["rows"][str(count)] for name in ("target", "draft"))
-    seconds = middle(target["seconds"])
-    speed = target["tokens"] / seconds.median
-    milliseconds = f"{1e3 * seconds.median:.1f} [{1e3 * seconds.smallest:.1f}..{1e3 * seconds.largest:.1f}]"
-    share = ratio(speed / _prompt_bound(results))
-    return [rate(target["tokens"]), milliseconds, rate(speed), share, f"{1e3 * median(draft['seconds']):.1f}"]
-
-
-def _prompt_bound(results: Results) -> float:
-    target = results.raw(PREFILL)["models"]["target"]
-    return float(target["bound_tokens"] / median(target["bound_seconds"]))
-
-
-def overhead(results: Results) -> str:
-    """Rounds over the recorded passes that are replayed in them, of one row and of eight."""
-    found = results.raw(ROUND_OVERHEAD)["milliseconds"]
-    names = sorted({key.split(", ")[0] for key in found})
-
-    def ratios(name: str) -> str:
-        calls = [[call["ratio"] for call in found[f"{name}, {rows} rows"]["calls"]] for rows in OVERHEAD_ROWS]
-        return " and ".join(ratio_spread(middle(one)) for one in calls)
-
-    return ", ".join(f"{code(name)} {ratios(name)}" for name in names)
-
-
-def prompt_bound(results: Results) -> str:
-    """Tokens per second of the model's own body over the pass that is the bound."""
-    return rate(_prompt_bound(results))
-
-
-def prompt_bound_tokens(results: Results) -> str:
-    """Tokens in that pass."""
-    return rate(results.raw(PREFILL)["models"]["target"]["bound_tokens"])
+    return table([*header, "outside, ms", "prompts, of the call"], rows)
 
 
 def processors(results: Results) -> str:
@@ -167,39 +123,6 @@ def two_devices(results: Results) -> dict[str, str]:
         "two_ratio": ratio(two / one),
         "two_repeats": found["options"]["--repeats"],
     }
-
-
-def other_drafts(results: Results) -> str:
-    """Sampling, and drafts of which little is accepted: the policies that choose over decoding without drafts."""
-    cells = [
-        Cell(SMALL, "mix", 8, 1.0),
-        Cell("8B/deep-1B-bad", "mix", 32, 1.0),
-        Cell("8B/1B-weak", "mix", 8, 0.0),
-        Cell("8B/shallow-weak", "mix", 8, 0.0),
-    ]
-    texts = []
-    for cell in cells:
-        one = results.measured(OTHER_DRAFTS, cell, PLAIN)
-        assert one is not None
-        best = one.best_length()
-        fixed = "" if best in (None, PLAIN) else f", {code(str(best))} {ratio_spread(one.over(best, PLAIN))}"
-        over = ratio_spread(one.over("goodput", PLAIN))
-        where = f"{code(cell.pair)} ({cell.batch} rows, T = {cell.temperature:.0f}, {results.commit(one.file)})"
-        texts.append(f"{where} `goodput` {over}{fixed}")
-    return "; ".join(texts)
-
-
-def packed(results: Results) -> str:
-    """Packed verification over padded verification, and the default over no drafts."""
-    texts = []
-    for file in PACKED:
-        for cell in results.bench(file).cells():
-            one = results.measured([file], cell)
-            assert one is not None
-            ratios = {name: one.over(f"{name} packed", f"{name} padded") for name in ("dsde", "goodput")}
-            named = listed([f"{code(name)} {ratio_spread(over)}" for name, over in ratios.items()])
-            texts.append(f"{named} at {cell.batch} rows ({results.commit(file)})")
-    return "; ".join(texts)
 
 
 def import_seconds(results: Results) -> dict[str, str]:
