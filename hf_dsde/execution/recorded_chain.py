@@ -78,8 +78,8 @@ class ChainStep:
     Attributes:
         choice: As given.
         tokens: A line per step, the last one on the bottom, `[LONGEST_CHAIN, rows]`, int64.
-        places: Positions of the tokens that are fed next, `[rows, 1]`, int64.
-        ends: The position in each row that nothing is fed from on, `[rows, 1]`, int64.
+        places: Positions after those of the tokens that are fed next, `[rows, 1]`, int64.
+        ends: Positions after those of each row's last token, which is not fed, `[rows, 1]`, int64.
     """
 
     def __init__(self, buffers: BlockBuffers, choice: TokenChoice, numbers: Tensor | None = None) -> None:
@@ -92,7 +92,7 @@ class ChainStep:
             buffers.tokens = self.tokens[-1][:, None]
         self.places = torch.zeros_like(buffers.positions)
         self.ends = torch.zeros_like(buffers.positions)
-        self._no_place = self.places.new_tensor(-1)
+        self._zero = self.places.new_tensor(0)
 
     def begin(self, chain: Chain, of_rows: Callable[[Tensor], Tensor]) -> None:
         """Take the first step's inputs.
@@ -105,14 +105,15 @@ class ChainStep:
         buffers.tokens.copy_(block.tokens)
         if self.numbers is not None:
             self.tokens[-1].copy_(block.tokens[:, 0])
-        self.places.copy_(block.positions)
-        self.go_on(of_rows(chain.lengths), 0)
+        torch.add(block.positions, 1, out=self.places)
+        torch.add(block.positions, of_rows(chain.lengths)[:, None], out=self.ends)
         if buffers.states is not None and block.states is not None:
             buffers.states.copy_(block.states)
 
     def aim(self) -> None:
         """Recorded in front of the pass: rows that have drafted all their tokens have none to feed."""
-        torch.where(self.places < self.ends, self.places, self._no_place, out=self.buffers.positions)
+        torch.where(self.places < self.ends, self.places, self._zero, out=self.buffers.positions)
+        self.buffers.positions.sub_(1)
         self.places.add_(1)
 
     def feed(self, chosen: Chosen, output: PassOutput) -> None:
@@ -142,7 +143,7 @@ class ChainStep:
 
     def go_on(self, lengths: Tensor, done: int) -> None:
         """Take note of how much rows draft in all, `[rows]`, int64, after so many steps."""
-        self.ends.copy_(self.places + (lengths[:, None] - done - 1))
+        torch.add(self.places, lengths[:, None] - (done + 1), out=self.ends)
 
     def drafted(self, steps: int) -> Tensor:
         """Return the first draft tokens and those of `steps` replays, `[rows, 1 + steps]`, int64; a copy."""

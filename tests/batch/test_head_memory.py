@@ -53,8 +53,7 @@ class Taken:
 
     def _storages(self) -> dict[int, int]:
         gc.collect()
-        # Whoever is asked for its class by `isinstance` may warn that it is deprecated.
-        found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+        found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
         tensors = [tensor for tensor in found if tensor.is_floating_point()]
         return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 

@@ -26,6 +26,8 @@ from hf_dsde.drafting.lookup import text_drafter
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.text_drafter import LOOKING_SHARE, TextDrafter
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of transformers
+
 
 class Tokens(list[int]):
     """A text as it is."""

@@ -21,6 +21,8 @@ from hf_dsde.execution.linear_products import gated_product, products
 from hf_dsde.kernels import reference
 from hf_dsde.kernels.block import Block
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of transformers
+
 peft = pytest.importorskip("peft")
 
 EVERYWHERE = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
