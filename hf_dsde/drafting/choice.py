@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hf_dsde.costs import BatchCosts
+from hf_dsde.policies.goodput import ROW_PRIOR, ROW_TOKENS
 
 FIRST_ACCEPTANCE = 0.7
 """What is thought of a model before anything was verified, as `goodput` does, ..."""
@@ -17,10 +18,6 @@ FIRST_TOKENS = 8.0
 """... and the tokens that this counts for."""
 BATCH_TOKENS = 1000.0
 """Judged tokens of the batch that are remembered: what is older counts ever less."""
-ROW_TOKENS = 64.0
-"""The same of a row."""
-ROW_PRIOR = 16.0
-"""Judged tokens that the batch's acceptance counts for in that of a row."""
 FORGETTING = 0.98
 """What is left of the batch's counts after a round in which the model was left out: what nobody tries is not known."""
 
