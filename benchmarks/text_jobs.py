@@ -28,7 +28,7 @@ from hf_dsde.bench.workloads import Workload, read_prompt_file
 from hf_dsde.pairs import Pair
 
 METHODS = ("static:0", "static:8@suffix", "static:4", "static:4@suffix+draft")
-TASKS = ("edit", "quote", "math", "code")
+TASKS = ("edit", "quote", "math", "open")
 console = Console()
 
 

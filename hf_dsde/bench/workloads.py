@@ -6,7 +6,8 @@
 - `news`: 50 articles of the Lee corpus (Lee, Pincombe and Welsh 2005) to be summarised, from `gensim`;
 - `mix`: these three, so that any three neighbours are one of each while there are some of each left;
 - `edit`: the functions of HumanEval with their solutions, in which something is to be renamed;
-- `quote`: the articles again, to be copied in part, so that, as in `edit`, answers repeat their prompts.
+- `quote`: the articles again, to be copied in part, so that, as in `edit`, answers repeat their prompts;
+- `open`: short questions about everyday things, whose answers are the longest and follow from no text.
 
 None of them were seen by the shipped draft: it was trained on other code, other articles and other templates. The data
 is read from the installed packages when it is asked for; a file carries it to a machine that does not have them.
@@ -23,8 +24,8 @@ from pathlib import Path
 from hf_dsde.trace.prompts import PLAIN_TASK, Prompt
 
 MIX = "mix"
-REPEATING = ("edit", "quote")
-"""Tasks whose answers repeat their prompts; they are no part of the mix."""
+UNMIXED = ("edit", "quote", "open")
+"""Tasks that are no part of the mix."""
 ARTICLE_CHARACTERS = 1300
 TEMPLATE_STRIDE = 5
 """One template in five was held out when the shipped draft was trained (`examples/distillation/prompts.py`)."""
@@ -33,6 +34,34 @@ QUOTE_WORDINGS = (
     "Repeat the following article word for word.",
     "Extract the most important sentences of the following article. Copy them word for word.",
     "Quote the following article from its beginning, without changing a word.",
+)
+OPEN_WORDINGS = (
+    "Explain to a beginner how {topic} works.",
+    "Write a short story in which {topic} plays a part.",
+    "What are good and bad sides of {topic}?",
+    "Give me advice: I want to learn more about {topic}.",
+    "Describe {topic} as it may be in a hundred years.",
+    "Which mistakes do people make when it comes to {topic}?",
+    "Write a letter to a friend about {topic}.",
+    "How has {topic} changed over time?",
+)
+OPEN_TOPICS = (
+    "baking bread",
+    "sailing",
+    "keeping bees",
+    "public transport",
+    "the weather forecast",
+    "playing chess",
+    "growing tomatoes",
+    "learning a language",
+    "the postal service",
+    "watching birds",
+    "repairing a bicycle",
+    "sleeping well",
+    "saving money",
+    "a school library",
+    "long-distance running",
+    "solar power",
 )
 _MATH_SEED = 20250907
 
@@ -54,7 +83,7 @@ def prompts_of(workload: str) -> list[Prompt]:
         ValueError: There is no such workload.
     """
     if workload == MIX:
-        return [prompt for task in _SOURCES if task not in REPEATING for prompt in prompts_of(task)]
+        return [prompt for task in _SOURCES if task not in UNMIXED for prompt in prompts_of(task)]
     if workload not in _SOURCES:
         raise ValueError(
             f"`workload` is {workload!r}, but one of {', '.join(map(repr, (*_SOURCES, MIX)))} is needed. For other "
@@ -97,7 +126,7 @@ class Workload:
     """Prompts in a seeded order, cut into batches.
 
     Args:
-        name: A task of the prompts, or `mix` for all but those whose answers repeat them.
+        name: A task of the prompts, or `mix` for all but `UNMIXED`.
         prompts: The prompts, of this task and perhaps others; of equal ones, only the first counts.
         seed: Of the order.
 
@@ -117,7 +146,7 @@ class Workload:
             by_task[task].reverse()
             random.Random(f"{seed} {task}").shuffle(by_task[task])
         self.name = name
-        mixed = [task for task in tasks if task not in REPEATING] or tasks
+        mixed = [task for task in tasks if task not in UNMIXED] or tasks
         self.texts = by_task[name] if name != MIX else _interleaved([by_task[task] for task in mixed], seed)
 
     def batch(self, rows: int, index: int = 0) -> list[str]:
@@ -206,12 +235,17 @@ def _quote() -> list[str]:
     return [f"{wording}\n\n{text}" for wording in QUOTE_WORDINGS for text in articles]
 
 
+def _open() -> list[str]:
+    return [wording.format(topic=topic) for wording in OPEN_WORDINGS for topic in OPEN_TOPICS]
+
+
 _SOURCES: dict[str, Callable[[], list[str]]] = {
     "code": _code,
     "math": _math,
     "news": _news,
     "edit": _edit,
     "quote": _quote,
+    "open": _open,
 }
 WORKLOADS = (*_SOURCES, MIX)
 

@@ -54,17 +54,17 @@ def test_a_mix_has_one_of_each_while_they_last():
     assert len({tuple(kinds[start : start + 3]) for start in range(0, 9, 3)}) > 1
 
 
-def test_a_mix_leaves_out_what_repeats_its_prompts():
-    repeating = [Prompt(task, f"{task} {index}") for task in ("edit", "quote") for index in range(4)]
-    assert Workload(MIX, [*PROMPTS, *repeating]).texts == Workload(MIX, PROMPTS).texts
-    assert len(Workload(MIX, repeating).texts) == 8
-    assert len(Workload("edit", [*PROMPTS, *repeating]).texts) == 4
+def test_a_mix_leaves_out_what_is_asked_alone():
+    alone = [Prompt(task, f"{task} {index}") for task in ("edit", "quote", "open") for index in range(4)]
+    assert Workload(MIX, [*PROMPTS, *alone]).texts == Workload(MIX, PROMPTS).texts
+    assert len(Workload(MIX, alone).texts) == 12
+    assert len(Workload("edit", [*PROMPTS, *alone]).texts) == 4
 
 
 def test_an_unknown_task_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="'poems', but the prompts are of 'code', 'math', 'news', 'mix'"):
         Workload("poems", PROMPTS)
-    with pytest.raises(ValueError, match="'poems', but one of 'code', 'math', 'news', 'edit', 'quote', 'mix'"):
+    with pytest.raises(ValueError, match="'poems', but one of 'code', 'math', 'news', 'edit', 'quote', 'open', 'mix'"):
         workloads.prompts_of("poems")
 
 
