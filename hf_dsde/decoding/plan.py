@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,24 +32,32 @@ class RoundPlan:
     """A round before it is run.
 
     Attributes:
-        lengths: The most tokens each row drafts, `[rows]`, int64; 0 for rows that have finished.
-        length_counts: The same on the host.
-        active: Rows still being generated, `[rows]`, bool.
-        active_rows: The same on the host.
+        length_counts: The most tokens each row drafts; 0 for rows that have finished.
+        active_rows: Rows still being generated.
+        device: Of the sequences.
         kind: What is done.
         index: Number of the round, from 0.
         plain_streak: Rounds without drafts right before this one.
         deferred: What the policy wanted of this round if it is overtaken, like `length_counts`; else None.
     """
 
-    lengths: Tensor
     length_counts: Sequence[int]
-    active: Tensor
     active_rows: Sequence[bool]
+    device: torch.device
     kind: RoundKind = RoundKind.DRAFT
     index: int = 0
     plain_streak: int = 0
     deferred: Sequence[int] | None = None
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """`length_counts` on the device, `[rows]`, int64. It is brought there when it is first asked for."""
+        return upload(self.length_counts, self.device)
+
+    @cached_property
+    def active(self) -> Tensor:
+        """`active_rows` on the device, `[rows]`, bool, likewise."""
+        return upload(self.active_rows, self.device)
 
     @property
     def width(self) -> int:
@@ -127,10 +136,9 @@ def next_plan(
     else:
         kind = RoundKind.DRAFT if any(counts) else RoundKind.PLAIN
     return RoundPlan(
-        lengths=upload(counts, device),
         length_counts=counts,
-        active=upload(list(going_on), device),
         active_rows=list(going_on),
+        device=device,
         kind=kind,
         index=0 if previous is None else previous.index + 1,
         plain_streak=0 if previous is None else previous.next_plain_streak,

@@ -135,9 +135,9 @@ class HeadDrafter(ChainDrafter):
     ) -> None:
         """Note how much of each row's cache holds text, and store what the ring would lose in the next round."""
         super().update_candidate_strategy(sequences, scores, num_matches, drafted)
-        live = self._runner.live_rows
-        missing = {row: self._storable(row) - self._cached[row] for row in live}
-        if max(missing.values(), default=0) + self._longest + 2 > self._size and self._store_missing(live):
+        live, ends = self._runner.live_rows, self._storable()
+        missing = max((ends[row] - self._cached[row] for row in live), default=0)
+        if missing + self._longest + 2 > self._size and self._store_missing(live):
             self._prepared = None  # that pass did not see what is stored now
 
     def _text_block(self, width: int) -> RowBlock:
@@ -161,15 +161,16 @@ class HeadDrafter(ChainDrafter):
     def _staged_width(self) -> int:
         return self._proposed + 1
 
-    def _storable(self, row: int) -> int:
-        """Tokens of a row that may be stored: all but the last, as far as the head's context reaches."""
-        end = self.call.sequences.length_counts[row] - 1
-        return end if self._context is None else min(end, self._context)
+    def _storable(self) -> list[int]:
+        """Tokens of each row that may be stored: all but the last, as far as the head's context reaches."""
+        lengths = self.call.sequences.length_counts
+        most = max(lengths) if self._context is None else self._context
+        return [min(length - 1, most) for length in lengths]
 
     def _store_missing(self, rows: Sequence[int]) -> bool:
         first = [max(self._cached[row], 1) for row in rows]
-        ends = [self._storable(row) for row in rows]
-        pairs = [Span(row, a - 1, b - a) for row, a, b in zip(rows, first, ends, strict=True) if b > a]
+        ends = self._storable()
+        pairs = [Span(row, a - 1, ends[row] - a) for row, a in zip(rows, first, strict=True) if ends[row] > a]
         if not pairs:
             return False
         places, positions = upload(torch.stack(flat_places(pairs)), self._device)

@@ -102,10 +102,7 @@ class HybridDrafter(Drafter):
             nothing = CandidateBatch.nothing(plan.lengths, self.call.vocabulary_size, monitor.signals)
             return replace(texts, judged=nothing, unjudged=copied)
         union = _Union(texts)
-        lengths = plan.lengths.masked_fill(texts.lengths > 0, 0)
-        drafted = self.model.get_candidates(
-            sequences, replace(plan, lengths=lengths, length_counts=counts), monitor.adding(union.of)
-        )
+        drafted = self.model.get_candidates(sequences, replace(plan, length_counts=counts), monitor.adding(union.of))
         return union.candidates(drafted, copied)
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`

@@ -72,7 +72,7 @@ class Scripted(TextDrafter[Tokens]):
         """Let a round pass in which rows draft and some tokens stand."""
         rows = len(drafted)
         if any(drafted):
-            plan = RoundPlan(torch.tensor(drafted), drafted, torch.ones(rows).bool(), [True] * rows)
+            plan = RoundPlan(drafted, [True] * rows, torch.device("cpu"))
             self.get_candidates(self.call.sequences, plan, None)  # type: ignore[arg-type] # nobody asks it
         self.update_candidate_strategy(self.call.sequences, torch.empty(0), accepted, drafted)
 

@@ -148,7 +148,7 @@ def test_scores_are_compared_with_what_stands() -> None:
     assert right.trust > 0.9
     sequences = begun(wrong, [[row[-25]] for row in answers])
     for _ in range(60):
-        plan = RoundPlan(torch.full((3,), 4), [4] * 3, torch.ones(3).bool(), [True] * 3)
+        plan = RoundPlan([4] * 3, [True] * 3, torch.device("cpu"))
         drafted = wrong.get_candidates(sequences, plan, hf_dsde.drafting.DraftMonitor(None, frozenset(), "cpu", print))
         wrong.update_candidate_strategy(sequences, torch.empty(0), [0] * 3, drafted.host_lengths or [])
     assert wrong.trust < 0.1
@@ -245,7 +245,7 @@ def test_rows_draft_where_that_brings_more_than_it_takes(look_up: float, column:
     sequences = begun(drafter, [COPY, [1, 2, 3, 4, 5], [10, *COPY]])
     costs = BatchCosts(CostCurve.line(look_up, 0.0) if look_up else None, CostCurve.line(1.0, column))
     assert drafter.allot([8, 8, 8], [8, 8, 8], costs) == drafted
-    plan = RoundPlan(torch.tensor(drafted), drafted, torch.ones(3).bool(), [True] * 3)
+    plan = RoundPlan(drafted, [True] * 3, torch.device("cpu"))
     if any(drafted):
         candidates = drafter.get_candidates(sequences, plan, None)  # type: ignore[arg-type] # nobody asks it
         assert candidates.host_lengths == drafted
@@ -292,7 +292,7 @@ def test_looks_that_find_nothing_take_a_small_share_of_the_time(monkeypatch: pyt
     for _ in range(6):
         drafted = drafter.allot([8], [8], cheap)
     assert drafted == [4]
-    drafter.get_candidates(sequences, RoundPlan(torch.tensor([4]), [4], torch.ones(1).bool(), [True]), None)  # type: ignore[arg-type]
+    drafter.get_candidates(sequences, RoundPlan([4], [True], torch.device("cpu")), None)  # type: ignore[arg-type]
     looks.clear()
     assert [drafter.allot([8], [8], cheap) for _ in range(3)] == [[4]] * 3
     assert len(looks) == 3, "who finds something looks again"
