@@ -147,7 +147,7 @@ class RefillLoop(SpeculativeLoop):
             self._stopping.begin(row, self._setup.criteria(request))
             if isinstance(self._process, RowProcessors) and self._setup.processors is not None:
                 self._process.begin(row, self._setup.processors(request))
-        self._ahead.forget_plain()
+        self._ahead.forget()
         self._drafter.begin_texts(rows)
         self._sequences.replace_rows(rows, prompts, [request.max_new_tokens for request in requests])
         spans = [Span(row, 0, len(prompt) - 1) for row, prompt in zip(rows, prompts, strict=True)]

@@ -58,12 +58,13 @@ class StagedStep:
     """A drafter's first step of the next round, made ready from what the device alone knows.
 
     Attributes:
-        run: Begins it.
+        run: Begins it. Returns the tokens of the proposal that comes of it if that is as long as the last one,
+            `[rows, width]`, int64, which are then the tokens of its candidates; None where that is not known.
         beside: Whether it may run in a second stream, beside work that it does not need: it must drop no memory of the
             current one.
     """
 
-    run: Callable[[], None]
+    run: Callable[[], Tensor | None]
     beside: bool
 
 

@@ -1,8 +1,9 @@
 """Passes that are made ready, or run, before the host knows whether they are needed.
 
 At the end of a round the host waits for the device's answer. Meanwhile the device can begin the next round's first
-pass: the draft's, or, after rounds without drafts, the target's plain step. Inside a round, the target's pass over the
-candidates is made ready while the host waits to hear whether drafting is over.
+pass: the draft's, or, after rounds without drafts, the target's plain step. The target's pass over the candidates is
+made ready before the host knows that drafting is over: inside a round that asks it after each token, and for a proposal
+that has begun, as if every row drafted as much as in the last round.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class RunAhead:
         self._plain: Staged | None = None
         self._plain_result: PassOutput | None = None
         self._expected: tuple[Tensor, Staged] | None = None
+        self._going_on: Tensor | None = None  # rows of the next round, ...
+        self._bound = 0  # and a bound on their lengths
 
     @property
     def plain_begun(self) -> bool:
@@ -74,8 +77,7 @@ class RunAhead:
         """
         plain, result = self._plain, self._plain_result
         staged = self._expected[1] if self._expected is not None and self.is_ready(candidates) else None
-        self._expected = None
-        self.forget_plain()
+        self.forget()
         if not candidates.width and plain is not None:
             return plain() if result is None else result
         return (staged or self._stage_candidates(candidates, plan))()
@@ -89,6 +91,7 @@ class RunAhead:
             plain: Whether the next round may be one without drafts.
         """
         longest = self._longest(width + 1)  # the host's lengths are those before this round
+        self._going_on, self._bound = going_on, longest
         self._draft = self._drafter.stage_next(going_on, longest)
         if plain:
             nothing = self._sequences.tokens[:, :0]
@@ -119,7 +122,9 @@ class RunAhead:
         staged, self._draft = self._draft, None
         if staged is not None:
             with self._side.beside() if staged.beside else nullcontext():
-                staged.run()
+                tokens = staged.run()
+                if tokens is not None and self._plain is None:
+                    self._expect_next(tokens)
 
     def begin_plain(self) -> None:
         """Run the target's pass without drafts beside what follows, if it was made ready and is a recorded one."""
@@ -127,9 +132,17 @@ class RunAhead:
             with self._side.beside():
                 self._plain_result = self._plain()
 
-    def forget_plain(self) -> None:
-        """Do without the plain step: the next round drafts, or some row has another text."""
-        self._plain = self._plain_result = None
+    def _expect_next(self, tokens: Tensor) -> None:
+        """Get ready for a proposal of the next round, as `expect` does; rows that draft less ignore further columns."""
+        width, longest = tokens.shape[1], self._bound + tokens.shape[1]
+        assert self._going_on is not None
+        if self._target.recorded(width + 1, longest):
+            counts = self._going_on * self._sequences.remaining.clamp_max(width + 1)
+            self._expected = tokens, self._stage(tokens, counts, None, longest)
+
+    def forget(self) -> None:
+        """Do without the passes of the target that were made ready or begun: some row has another text."""
+        self._plain = self._plain_result = self._expected = None
 
     def _longest(self, width: int) -> int:
         return max(self._sequences.length_counts) + width

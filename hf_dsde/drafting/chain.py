@@ -25,14 +25,14 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sampling import choose
 from hf_dsde.decoding.sequences import SequenceBatch, Texts
 from hf_dsde.drafting.drawn_tokens import DraftVocabulary
-from hf_dsde.drafting.proposal import Prepared, Proposal, tokens_of
+from hf_dsde.drafting.proposal import Drafted, Prepared, Proposal, tokens_of
 from hf_dsde.drafting.token_choices import TokenChoices
 from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.pass_seconds import pass_seconds
-from hf_dsde.execution.recorded_chain import Chain
+from hf_dsde.execution.recorded_chain import Chain, DraftedChain
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.token_choice import BestTokens, Chosen, TokenChoice, best_tokens
 from hf_dsde.execution.wrappers import may_depend_on_rows
@@ -199,28 +199,68 @@ class ChainDrafter(Drafter):
 
     def _chained(self, plan: RoundPlan, begun: Prepared, choice: TokenChoice) -> CandidateBatch | None:
         """Draft after the first pass; None if the runner needs the host for that."""
-        device, (output, _, chosen_by, first, steps) = self.call.sequences.device, begun
-        if first is None or chosen_by != choice:
-            first, steps = self._choices.first(choice, output.logits[:, 0]), 0
-        logits, drafted = output.logits, None
+        device, (output, _, chosen_by, first, drafted) = self.call.sequences.device, begun
+        if first is None or chosen_by != choice or (drafted is not None and self._misses_logits(drafted)):
+            first, drafted = self._choices.first(choice, output.logits[:, 0]), None
+        ran = 0 if drafted is None else drafted.width - 1
         self._steps = plan.width - 1
-        if self._steps:
-            chain = self._chain(choice, output, first, plan.lengths.to(self._device), max(self._texts.length_counts))
-            drafted = self._runner.chain(replace(chain, goes_on=steps > 0))
+        if drafted is None or self._steps > ran:
+            longest = max(self._texts.length_counts)
+            lengths = plan.lengths.to(self._device)
+            drafted = self._draft_on(choice, output, first, lengths, longest, self._runner.chain, goes_on=ran > 0)
             if drafted is None:
                 self._steps = 0
                 return None
-            if drafted.logits is not None:
-                logits = torch.cat([logits, drafted.logits], dim=1)
-        tokens, probs = tokens_of(first, drafted)
+        tokens, probs, logits = drafted.begin(plan.width)
         return CandidateBatch(
-            (self._of_target(tokens) if probs is None else tokens).to(device),
+            tokens.to(device),
             plan.lengths,
             law=Deterministic() if probs is None else Sampled(probs.to(device)),
             host_lengths=plan.length_counts,
-            steps=1 + max(self._steps, steps),
-            logits=self._vocabulary.known(logits).to(device) if self._keeps_logits else None,
+            steps=1 + max(self._steps, ran),
+            logits=None if logits is None else self._vocabulary.known(logits).to(device),
         )
+
+    def _misses_logits(self, drafted: Drafted) -> bool:
+        """Whether somebody looks at what was not kept."""
+        return self._keeps_logits and drafted.logits is None
+
+    def _draft_on(
+        self,
+        choice: TokenChoice,
+        output: PassOutput,
+        first: Callable[[], Chosen],
+        lengths: Tensor,
+        longest: int,
+        run: Callable[[Chain], DraftedChain | None],
+        *,
+        goes_on: bool = False,
+    ) -> Drafted | None:
+        """Draft as many tokens as the last round, with those that were chosen after the first pass.
+
+        Args:
+            choice: As in `Chain`.
+            output: Of the first pass.
+            first: Gives the tokens that were chosen after it.
+            lengths: As in `Chain`.
+            longest: A bound on the rows' lengths.
+            run: Runs the chain of what follows, or nothing and returns None.
+            goes_on: As in `Chain`.
+
+        Returns:
+            All of them; None if `run` has done nothing.
+        """
+        drafted = None
+        if self._steps:
+            drafted = run(replace(self._chain(choice, output, first, lengths, longest), goes_on=goes_on))
+            if drafted is None:
+                return None
+        tokens, probs = tokens_of(first, drafted)
+        logits = None
+        if self._keeps_logits:
+            steps = [] if drafted is None or drafted.logits is None else [drafted.logits]
+            logits = torch.cat([output.logits, *steps], dim=1)
+        return Drafted(self._of_target(tokens) if probs is None else tokens, probs, logits)
 
     def _chain(
         self, choice: TokenChoice, output: PassOutput, first: Callable[[], Chosen], lengths: Tensor, longest: int
@@ -314,19 +354,22 @@ class ChainDrafter(Drafter):
         # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
         return max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
 
-    def _feed_staged(self, width: int, going_on: Tensor, longest: int) -> None:
+    def _feed_staged(self, width: int, going_on: Tensor, longest: int) -> Tensor | None:
         """Run the first pass, and as many steps as the last round had: the next one rarely has fewer."""
         staged, self._staged = self._staged, None
         assert staged is not None
-        self._prepared = Prepared(staged(), width)
+        choice, output = self._choice, staged()
+        self._prepared = Prepared(output, width)
         fits = self._context is None or longest + self._steps <= self._context
-        if self._choice is None or not self._steps or not fits:
-            return
-        output = self._prepared.output
-        first = self._choices.first(self._choice, output.logits[:, 0])
-        chain = self._chain(self._choice, output, first, going_on * (self._steps + 1), longest)
-        if self._runner.begin_chain(chain):
-            self._prepared = Prepared(output, width, self._choice, first, self._steps)
+        if choice is None or not fits:
+            return None
+        first = self._choices.first(choice, output.logits[:, 0])
+        lengths = going_on * (self._steps + 1)
+        drafted = self._draft_on(choice, output, first, lengths, longest, self._runner.begin_chain)
+        if drafted is None:
+            return None
+        self._prepared = Prepared(output, width, choice, first, drafted)
+        return drafted.tokens
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self,

@@ -17,6 +17,31 @@ from hf_dsde.execution.token_choice import Chosen, TokenChoice
 from hf_dsde.policies.base import LOGIT_SIGNALS, DraftStep, Signal
 
 
+class Drafted(NamedTuple):
+    """What draft steps bring that nobody asks the host between.
+
+    Attributes:
+        tokens: As the target knows them, `[rows, width]`, int64.
+        probs: What they were drawn from, `[rows, width, vocabulary]`, float32; None if they were not drawn.
+        logits: What they were chosen from, `[rows, width, the draft's vocabulary]`, float32; None if nobody looks.
+    """
+
+    tokens: Tensor
+    probs: Tensor | None
+    logits: Tensor | None
+
+    @property
+    def width(self) -> int:
+        """Tokens of each row."""
+        return self.tokens.shape[1]
+
+    def begin(self, width: int) -> Drafted:
+        """Return the first `width` tokens of each row; all of them are the same tensor again."""
+        if width == self.width:
+            return self
+        return Drafted(*(None if each is None else each[:, :width] for each in self))  # type: ignore[arg-type]
+
+
 class Prepared(NamedTuple):
     """What was run before the host knew what the round is to do.
 
@@ -25,14 +50,14 @@ class Prepared(NamedTuple):
         width: Tokens of each row that it was fed.
         choice: Makes tokens of its logits, if that has begun.
         first: Gives them, the same ones each time.
-        steps: How many after it are under way.
+        drafted: What comes of it if the round drafts as much as the last one.
     """
 
     output: PassOutput
     width: int
     choice: TokenChoice | None = None
     first: Callable[[], Chosen] | None = None
-    steps: int = 0
+    drafted: Drafted | None = None
 
 
 @dataclass

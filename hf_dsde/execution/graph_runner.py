@@ -155,18 +155,20 @@ class GraphRunner(EagerRunner):
 
         return run
 
-    def begin_chain(self, chain: Chain) -> bool:
+    def begin_chain(self, chain: Chain) -> DraftedChain | None:
         """As for any runner; nothing is recorded for it."""
-        self._begun = self._run_chain(chain, ahead=True)
-        return self._begun is not None
+        return self._drafted(chain, ahead=True)
 
     def chain(self, chain: Chain) -> DraftedChain | None:
         """As for any runner: a recorded step is replayed as often."""
-        self._begun = self._run_chain(chain)
+        return self._drafted(chain, ahead=False)
+
+    def _drafted(self, chain: Chain, *, ahead: bool) -> DraftedChain | None:
+        self._begun = self._run_chain(chain, ahead=ahead)
         of_everyone = partial(self._of_everyone, live=self._live_index)
         return None if self._begun is None else self._begun.drafted(chain, of_everyone)
 
-    def _run_chain(self, chain: Chain, *, ahead: bool = False) -> BegunChain | None:
+    def _run_chain(self, chain: Chain, *, ahead: bool) -> BegunChain | None:
         shape = ("chain", len(self._live), chain.choice, chain.exit_layer)
         reach, begun = self._reach(chain.longest), self._begun
         if not self._recording or chain.steps >= LONGEST_CHAIN:

@@ -177,12 +177,12 @@ class ModelRunner(ABC):
         """
         return self.stage(block, longest, keep)()
 
-    def begin_chain(self, chain: Chain) -> bool:  # noqa: ARG002
+    def begin_chain(self, chain: Chain) -> DraftedChain | None:  # noqa: ARG002
         """Run a chain before it is known how long it has to be, if a recording of its step is there.
 
         The chain that is asked for next may go on with it (`Chain.goes_on`).
         """
-        return False
+        return None
 
     def chain(self, chain: Chain) -> DraftedChain | None:  # noqa: ARG002
         """Draft without the host in between; None, and nothing done, if it cannot."""

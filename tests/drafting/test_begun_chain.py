@@ -12,8 +12,12 @@ from tiny_models import ragged_batch
 from tiny_policies import ScriptedLengths
 
 from hf_dsde.decoding import run_ahead
+from hf_dsde.decoding.candidates import CandidateBatch
+from hf_dsde.decoding.plan import RoundPlan
+from hf_dsde.decoding.run_ahead import RunAhead
 from hf_dsde.execution.graph_runner import GraphRunner
-from hf_dsde.execution.recorded_chain import BegunChain, Chain
+from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.recorded_chain import BegunChain, Chain, DraftedChain
 from hf_dsde.measurement.rounds import RoundListener, RoundRecord
 from hf_dsde.policies import RoundOutcome, Signal
 
@@ -57,7 +61,16 @@ def test_it_drafts_the_same(name: str, looks: bool, monkeypatch: pytest.MonkeyPa
     draft = DRAFTS[name][1](target)
     begun: list[bool] = []
     replays: list[tuple[bool, int]] = []
+    ready: list[bool] = []
     original, original_run = GraphRunner.begin_chain, BegunChain.run
+
+    run_target = RunAhead.run_target
+
+    def noting_run_target(self: RunAhead, candidates: CandidateBatch, plan: RoundPlan) -> PassOutput:
+        ready.append(self.is_ready(candidates))
+        return run_target(self, candidates, plan)
+
+    monkeypatch.setattr(RunAhead, "run_target", noting_run_target)
 
     def run(self: BegunChain, chain: Chain, *of_rows: Any) -> None:
         before = self.steps
@@ -65,9 +78,10 @@ def test_it_drafts_the_same(name: str, looks: bool, monkeypatch: pytest.MonkeyPa
         replays.append((chain.goes_on, self.steps - before))
 
     def played(early: bool) -> tuple[torch.Tensor, list[Any], list[torch.Tensor]]:
-        def begin_chain(self: GraphRunner, chain: Chain) -> bool:
-            begun.append(early and original(self, chain))
-            return begun[-1]
+        def begin_chain(self: GraphRunner, chain: Chain) -> DraftedChain | None:
+            drafted = original(self, chain) if early else None
+            begun.append(drafted is not None)
+            return drafted
 
         monkeypatch.setattr(GraphRunner, "begin_chain", begin_chain)
         policy = (Divergences if looks else ScriptedLengths)(LENGTHS)
@@ -84,8 +98,10 @@ def test_it_drafts_the_same(name: str, looks: bool, monkeypatch: pytest.MonkeyPa
         return output.sequences, rounds.counts, getattr(policy, "noted", [])
 
     expected = played(early=False)
+    assert not any(ready)
     played(early=True)  # records what is still missing
     begun.clear()
+    ready.clear()
     monkeypatch.setattr(BegunChain, "run", run)
     text, counts, noted = played(early=True)
     assert torch.equal(text, expected[0])
@@ -95,5 +111,6 @@ def test_it_drafts_the_same(name: str, looks: bool, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(ours, theirs)
     assert sum(begun) > 3
     further = [steps for goes_on, steps in replays if goes_on]
-    assert further.count(0) > 1, "as long as the last one, or shorter"
-    assert max(further) > 0, "longer"
+    assert min(further) > 0, "longer than the last one"
+    assert sum(begun) > len(further) + 1, "as long as the last one, or shorter, needs nothing more"
+    assert sum(ready) > 1, "and of one as long, the target's pass was ready"

@@ -105,15 +105,15 @@ def same(found: Drafts, expected: Drafts) -> bool:
 def chains(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and steps of each chain that was drafted without the host."""
     ran: list[tuple[int, int]] = []
-    original = GraphRunner.chain
+    original = GraphRunner._drafted
 
-    def chain(self: GraphRunner, chain: Chain) -> DraftedChain | None:
-        drafted = original(self, chain)
+    def noted(self: GraphRunner, chain: Chain, *, ahead: bool) -> DraftedChain | None:
+        drafted = original(self, chain, ahead=ahead)
         if drafted is not None:
             ran.append((len(self.live_rows), chain.steps))
         return drafted
 
-    monkeypatch.setattr(GraphRunner, "chain", chain)
+    monkeypatch.setattr(GraphRunner, "_drafted", noted)
     return ran
 
 

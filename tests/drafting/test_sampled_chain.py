@@ -79,9 +79,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         noted.chains.append(0 if drafted is None else given.steps)
         return drafted
 
-    def counted_begin(self: GraphRunner, given: Chain) -> bool:
-        noted.begun.append(begin(self, given))
-        return noted.begun[-1]
+    def counted_begin(self: GraphRunner, given: Chain) -> DraftedChain | None:
+        drafted = begin(self, given)
+        noted.begun.append(drafted is not None)
+        if drafted is not None:
+            noted.chains.append(given.steps)
+        return drafted
 
     def counted_run(self: BegunChain, given: Chain, of_rows: Any) -> None:
         before = self.steps
@@ -193,8 +196,7 @@ def test_sampled_text_has_the_targets_law(kind: str, options: str, seen: Seen) -
     assert seen.by_step == 0
     assert len(seen.chains) > 2
     if kind != "other tokenizer":  # whose first pass waits for the host
-        assert any(seen.begun)
-        assert seen.further
+        assert sum(seen.begun) > len(seen.further), "some were as long as the last one"
 
 
 def hand_over_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,9 +546,9 @@ def test_a_seed_gives_one_text_whatever_was_recorded_before(
     texts = []
     for turn in range(3):
         if turn == 2:
-            assert sum(seen.begun) > 4
-            assert {steps > 0 for steps in seen.further} == {True, False}
-            monkeypatch.setattr(GraphRunner, "begin_chain", lambda self, chain: False)
+            assert sum(seen.begun) > 4 + len(seen.further), "some were as long as the last one, ..."
+            assert min(seen.further) > 0, "... and some longer"
+            monkeypatch.setattr(GraphRunner, "begin_chain", lambda self, chain: None)
         torch.manual_seed(5)
         texts.append(call(draft, **options))
     assert texts[1:] == texts[:1] * 2

@@ -92,10 +92,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         noted.chains += drafted is not None
         return drafted
 
-    def counted_begin(self: GraphRunner, given: Any) -> bool:
-        begins = begin(self, given)
-        noted.begun += begins
-        return begins
+    def counted_begin(self: GraphRunner, given: Any) -> DraftedChain | None:
+        drafted = begin(self, given)
+        noted.begun += drafted is not None
+        return drafted
 
     def counted_steps(self: ChainDrafter, *arguments: Any) -> Any:
         noted.by_step += 1
@@ -150,7 +150,7 @@ def test_a_seed_gives_one_text_whatever_was_recorded_before(
     for turn in range(3):  # the first call records, the last one begins no chain early
         if turn == 2:
             assert seen.begun > 4
-            monkeypatch.setattr(GraphRunner, "begin_chain", lambda self, chain: False)
+            monkeypatch.setattr(GraphRunner, "begin_chain", lambda self, chain: None)
         torch.manual_seed(5)
         texts.append(call(kind, settings, temperature=0.9, eos_token_id=[4, 11, 40]).sequences)
         states.append(torch.cuda.get_rng_state())
