@@ -1,15 +1,9 @@
-"""Drafting one token after another with a model over a ragged cache of its own.
-
-The cache is not rolled back and not kept in step with the target's: the first forward pass of a round feeds the last
-tokens of every row, as many as the row that misses most. Feeding a token again writes the same key and
-value into the same slot.
-"""
+"""Drafting one token after another with a model: a chain of recorded steps, or steps with the host in between."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,31 +11,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dsde import compat
 from hf_dsde.decoding.candidates import CandidateBatch, Deterministic, Sampled
 from hf_dsde.decoding.draft_monitor import DraftMonitor
-from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
+from hf_dsde.decoding.drafter import DraftCall, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sampling import choose
-from hf_dsde.decoding.sequences import SequenceBatch, Texts
+from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.drafting.cached_model import CachedModel, only_rows
 from hf_dsde.drafting.drawn_tokens import DraftVocabulary
 from hf_dsde.drafting.proposal import Drafted, Prepared, Proposal, tokens_of
 from hf_dsde.drafting.token_choices import TokenChoices
-from hf_dsde.execution.cuda_graphs import RecordingCosts
-from hf_dsde.execution.kv_cache import RaggedCache
-from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.pass_seconds import pass_seconds
 from hf_dsde.execution.recorded_chain import Chain, DraftedChain
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.token_choice import BestTokens, Chosen, TokenChoice, best_tokens
-from hf_dsde.execution.wrappers import may_depend_on_rows
 from hf_dsde.policies.base import DRAFT_SIGNALS, LOGIT_SIGNALS, DraftStep
-from hf_dsde.utils.transfers import upload
-from hf_dsde.utils.tuning import tuning_of
 
 
-class ChainDrafter(Drafter):
+class ChainDrafter(CachedModel):
     """Drafts with a model: a pass for each token of the rows' drafts, over what the model's cache holds of their texts.
 
     Args:
@@ -55,20 +42,8 @@ class ChainDrafter(Drafter):
     others_width = 0
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        super().__init__(model)
         self._nobody_looks = False
-
-    @abstractmethod
-    def _make_runner(self, call: DraftCall) -> ModelRunner:
-        """Return what runs the draft's passes in a call."""
-
-    def _read_text(self, call: DraftCall) -> Texts:
-        """Return what the draft reads of the batch's text; positions are those in it."""
-        return call.sequences
-
-    @abstractmethod
-    def _text_block(self, width: int) -> RowBlock:
-        """Return the last `width` tokens of each row's text as the draft is fed them, right-aligned."""
 
     @abstractmethod
     def _drafted_block(self, tokens: Tensor, places: Tensor, before: PassOutput) -> RowBlock:
@@ -80,28 +55,6 @@ class ChainDrafter(Drafter):
             before: Of the pass that they were chosen after.
         """
 
-    @abstractmethod
-    def _store_missing(self, rows: Sequence[int]) -> bool:
-        """Store all that rows miss but their last tokens, which the next step feeds; return whether there was any."""
-
-    @abstractmethod
-    def _held(self, length: int, matches: int, drafted: int) -> int:
-        """Return how many tokens of a row's text the cache holds after a round.
-
-        Args:
-            length: Tokens that it had before.
-            matches: Draft tokens that were accepted.
-            drafted: Tokens that were drafted.
-        """
-
-    @abstractmethod
-    def _fits_first_pass(self, width: int) -> bool:
-        """Whether catching up can share the first draft pass."""
-
-    @abstractmethod
-    def _staged_width(self) -> int:
-        """Return how many tokens of a row can be missing after a proposal, if none were before."""
-
     def _make_vocabulary(self, size: int, last_id: int) -> DraftVocabulary:
         """Return what may be proposed, as `DraftVocabulary` has it: by default, ids mean the same to both models."""
         return DraftVocabulary(size, last_id, size)
@@ -109,22 +62,12 @@ class ChainDrafter(Drafter):
     def start(self, call: DraftCall) -> None:
         """Make a cache for the batch, or take over an earlier call's."""
         super().start(call)
-        sequences = call.sequences
-        self._runner = self._make_runner(call)
-        self._runner.cache.limit = call.cache_limit
-        self._device = self._runner.device
-        self._tuning = tuning_of(self._device)
         own_size = self.model.config.get_text_config(decoder=True).vocab_size
         self._vocabulary = self._make_vocabulary(call.vocabulary_size, own_size - 1)
         # The draft samples through the call's processors, as it should resemble the target.
-        self._process = call.process if self._device == sequences.device else call.process.on(self._device)
-        self._context = compat.context_length(self.model)
+        self._process = call.process if self._device == call.sequences.device else call.process.on(self._device)
         self._choices = TokenChoices(self.model, self._process, self._vocabulary, do_sample=call.do_sample)
-        self._texts = self._read_text(call)
-        self._cached = [0] * sequences.rows
-        self._caught_up: list[int | None] = []
         self._staged: Callable[[], PassOutput] | None = None
-        self._prepared: Prepared | None = None
         self._choice: TokenChoice | None = None  # of the last round's chain, ...
         self._steps = 0  # and how many steps it had
 
@@ -132,57 +75,6 @@ class ChainDrafter(Drafter):
     def exit_layer(self) -> int | None:
         """The layer that passes end after, if not all are run."""
         return None
-
-    @property
-    def depends_on_rows(self) -> bool:
-        """Whether hooks in the draft may hold something for each row."""
-        return may_depend_on_rows(self.model)
-
-    @property
-    def cost_owner(self) -> object:
-        """The draft."""
-        return self.model
-
-    @property
-    def conditions(self) -> Hashable:
-        """How the draft's passes are run."""
-        return self._runner.conditions
-
-    @property
-    def cache(self) -> RaggedCache:
-        """The draft's keys and values."""
-        return self._runner.cache
-
-    @property
-    def recording_costs(self) -> RecordingCosts:
-        """What recording passes of the draft has cost so far."""
-        return self._runner.recording_costs
-
-    def active(self) -> AbstractContextManager[None]:
-        """Hold the draft's attention setting."""
-        return self._runner.active()
-
-    def begin_texts(self, rows: Sequence[int]) -> None:
-        """Forget what the cache holds of these rows, and the pass that was begun for their old texts."""
-        self._prepared = None
-        for row in rows:
-            self._cached[row] = 0
-
-    def finish(self) -> None:
-        """Let later calls have the cache."""
-        self._runner.finish()
-
-    def room(self) -> Tensor | None:
-        """A row can draft until it has filled the draft's context."""
-        return None if self._context is None else (self._context - self._texts.lengths).clamp_min(0)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Leave all other rows out of the draft's passes."""
-        self._runner.keep_rows(rows)
-
-    def step_seconds(self, longest: int) -> float:
-        """Measure and return the seconds of one forward pass of one token per row."""
-        return pass_seconds(self._runner, 1, longest)
 
     def get_candidates(  # type: ignore[override] # as in `Drafter`
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
@@ -346,7 +238,7 @@ class ChainDrafter(Drafter):
         if self._device != self.call.sequences.device or not fits or not self._caught_up:
             return None
         width = self._widest_gap()
-        self._staged = self._runner.stage(_only(self._text_block(width), going_on), longest, keep=1)
+        self._staged = self._runner.stage(only_rows(self._text_block(width), going_on), longest, keep=1)
         return StagedStep(partial(self._feed_staged, width, going_on, longest), beside=self._runner.replays)
 
     def _widest_gap(self) -> int:
@@ -371,41 +263,6 @@ class ChainDrafter(Drafter):
         self._prepared = Prepared(output, width, choice, first, drafted)
         return drafted.tokens
 
-    def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
-        self,
-        sequences: SequenceBatch,  # noqa: ARG002
-        scores: Tensor,  # noqa: ARG002
-        num_matches: Sequence[int],
-        drafted: Sequence[int],
-    ) -> None:
-        """Note how much of each row's cache holds text."""
-        for row, length in enumerate(self._caught_up):
-            if length is not None:
-                self._cached[row] = self._held(length, num_matches[row], drafted[row])
-        self._caught_up = []
-
-    def _catch_up(self, plan: RoundPlan) -> Prepared:
-        """Feed what each row misses up to its last token; return what the pass gave of that, or what had begun."""
-        lengths = self._texts.length_counts
-        missing = [length - cached for length, cached in zip(lengths, self._cached, strict=True)]
-        fits = [
-            drafts > 0
-            or (active and gap <= self._tuning.long_gap and (self._context is None or length <= self._context))
-            for drafts, active, gap, length in zip(plan.length_counts, plan.active_rows, missing, lengths, strict=True)
-        ]
-        self._caught_up = [length if fit else None for length, fit in zip(lengths, fits, strict=True)]
-        prepared, self._prepared = self._prepared, None
-        rows = [row for row, fit in enumerate(fits) if fit]
-        if prepared is not None and max(missing[row] for row in rows) <= prepared.width:
-            return prepared
-        if not self._fits_first_pass(max(missing[row] for row in rows)):
-            self._store_missing([row for row in rows if missing[row] > self._tuning.long_gap])
-        width = max(lengths[row] - self._cached[row] for row in rows)
-        block = self._text_block(width)
-        if not all(fits):
-            block = _only(block, upload(fits, block.positions.device))
-        return Prepared(self._runner.forward(block, max(lengths[row] for row in rows), keep=1), width)
-
     def _stage(
         self, ends: Tensor, tokens: Tensor, position: int, drafting: Tensor, before: PassOutput
     ) -> Callable[[], PassOutput]:
@@ -422,11 +279,6 @@ class ChainDrafter(Drafter):
     def _of_target(self, tokens: Tensor) -> Tensor:
         """Return tokens that the draft may be fed as the target knows them."""
         return tokens
-
-
-def _only(block: RowBlock, rows: Tensor) -> RowBlock:
-    """Return a block in which other rows than these, `[rows]`, bool, have no tokens."""
-    return replace(block, positions=block.positions.masked_fill(~rows[:, None], -1))
 
 
 def _proposed(proposal: Proposal, drafted: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
