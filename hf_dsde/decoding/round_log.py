@@ -6,7 +6,7 @@ host work at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hf_dsde.decoding.outcome import FinishedRound
 from hf_dsde.measurement.clock import PhaseClock
@@ -24,7 +24,7 @@ class RoundLog:
 
     Attributes:
         listeners: The same; more may be added.
-        times: Seconds of the last round; None before the first is over.
+        times: Seconds of the last round that listeners were told of; None before the first.
     """
 
     def __init__(self, listeners: Sequence[RoundListener], clock: PhaseClock, *, overlaps: bool) -> None:
@@ -33,7 +33,7 @@ class RoundLog:
         self._overlaps = overlaps
         self.times: PhaseTimes | None = None
         self._passes_before = 0
-        self._pending: RoundRecord | None = None
+        self._pending: Callable[[], RoundRecord] | None = None
 
     def skip_recordings(self, recorded: int) -> None:
         """Charge none of the passes that have been `recorded` so far to a round."""
@@ -68,31 +68,38 @@ class RoundLog:
         self._clock.looked(looking_seconds)
         if not self._overlaps:
             self._clock.mark()
-        self.times = times = self._clock.read(policy_seconds)
-        self._pending = RoundRecord(
-            drafted=drafted,
-            accepted=accepted,
-            emitted=emitted,
-            active=done.plan.active_rows,
-            draft_steps=done.candidates.steps,
-            pass_width=done.candidates.width + 1,
-            pass_rows=pass_rows,
-            times=times,
-            packed_tokens=done.packed_tokens,
-            recorded_passes=recorded - self._passes_before,
-            index=done.plan.index,
-            resumed=done.plan.resumes,
-            outcome=outcome,
-            out_of_texts=done.candidates.unjudged,
-            looks=self._clock.looks,
-        )
+        phases, looks = self._clock.phases(policy_seconds), self._clock.looks
+        new_passes = recorded - self._passes_before
+
+        def record() -> RoundRecord:
+            self.times = phases()
+            return RoundRecord(
+                drafted=drafted,
+                accepted=accepted,
+                emitted=emitted,
+                active=done.plan.active_rows,
+                draft_steps=done.candidates.steps,
+                pass_width=done.candidates.width + 1,
+                pass_rows=pass_rows,
+                times=self.times,
+                packed_tokens=done.packed_tokens,
+                recorded_passes=new_passes,
+                index=done.plan.index,
+                resumed=done.plan.resumes,
+                outcome=outcome,
+                out_of_texts=done.candidates.unjudged,
+                looks=looks,
+            )
+
+        self._pending = record
         self._passes_before = recorded
         if not self._overlaps:
             self.flush()
 
     def flush(self) -> None:
         """Pass on a round that was kept."""
-        record, self._pending = self._pending, None
-        if record is not None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            record = pending()
             for listener in self.listeners:
                 listener.on_round(record)

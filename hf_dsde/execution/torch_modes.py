@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -35,8 +36,7 @@ class Autocast:
     def on(cls, device: torch.device) -> Autocast:
         """Return what is set now for a device."""
         kind = device.type
-        enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        return cls(kind, torch.get_autocast_dtype(kind) if enabled else None)
+        return cls(kind, torch.get_autocast_dtype(kind) if _casts(kind) else None)
 
     def held(self) -> AbstractContextManager[object]:
         """Set this inside of a `with` block, unless it is set already."""
@@ -47,4 +47,13 @@ class Autocast:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Compute in the dtypes that tensors have, for arithmetic that is no model's."""
-    return Autocast(device.type, None).held()
+    return Autocast(device.type, None).held() if _casts(device.type) else nullcontext()
+
+
+def _casts(kind: str) -> bool:
+    return _may_cast(kind) and torch.is_autocast_enabled(kind)
+
+
+@cache
+def _may_cast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -37,7 +38,7 @@ class _CudaMark:
 
 
 class PhaseClock:
-    """Marks the phases of a round: `start`, a `mark` at the end of each of the three phases, and `read` at the end.
+    """Marks the phases of a round: `start`, a `mark` at the end of each of the three phases, and `phases` at the end.
 
     On a CUDA device the marks are events in the stream, read only after the round's one synchronisation, so that
     measuring costs no further one.
@@ -81,12 +82,20 @@ class PhaseClock:
         """
         self._marks.append(self._marks[-1] if again else self._mark_type(self._device))
 
-    def read(self, policy: float = 0.0) -> PhaseTimes:
-        """Return the seconds of the phases marked since `start`, with the given seconds of the policy."""
+    def phases(self, policy: float = 0.0) -> Callable[[], PhaseTimes]:
+        """Return what reads the seconds of the phases marked since `start`, also when the next round has been started.
+
+        Args:
+            policy: Seconds of the policy.
+        """
         begin, drafted, verified, ended = self._marks
-        return PhaseTimes(
-            draft=begin.seconds_until(drafted),
-            verify=drafted.seconds_until(verified),
-            bookkeeping=verified.seconds_until(ended),
-            policy=policy,
-        )
+
+        def read() -> PhaseTimes:
+            return PhaseTimes(
+                draft=begin.seconds_until(drafted),
+                verify=drafted.seconds_until(verified),
+                bookkeeping=verified.seconds_until(ended),
+                policy=policy,
+            )
+
+        return read

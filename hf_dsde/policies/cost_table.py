@@ -17,9 +17,6 @@ class CostTable:
         longest: The longest draft length in the table.
 
     Attributes:
-        times: Time of a round in which every row drafts k tokens, k = 0 .. longest, in plain steps: the first entry is
-            1.
-        times_on_device: The same on the batch's device, shape `[longest + 1]`, float32.
         resumption: Extra time of the first round with drafts after rounds without, in plain steps.
 
     Raises:
@@ -43,12 +40,31 @@ class CostTable:
         if self._costs.version == self._version:
             return
         self._version = self._costs.version
-        current = self._costs.current
-        plain = current.round_seconds(0)
-        self.times: list[float] = [current.round_seconds(k) / plain for k in range(self._longest + 1)]
-        self.resumption: float = current.resumption / plain
-        self.times_on_device: Tensor = upload(self.times, self._device)
+        self._current = self._costs.current
+        self._plain = self._current.round_seconds(0)
+        self._times = [1.0]
+        self._on_device: Tensor | None = None
+        self.resumption: float = self._current.resumption / self._plain
+
+    def times(self, longest: int) -> list[float]:
+        """Return the times of rounds in which every row drafts 0, 1, ... tokens, in plain steps: the first is 1.
+
+        Costs change every few rounds, and hardly any length is ever asked for: only those are computed.
+
+        Args:
+            longest: The last draft length that is needed; the table's own is the longest that there is.
+        """
+        for length in range(len(self._times), min(longest, self._longest) + 1):
+            self._times.append(self._current.round_seconds(length) / self._plain)
+        return self._times
+
+    def time(self, longest: int) -> float:
+        """Return the time of a round whose longest draft is as long, in plain steps."""
+        length = min(longest, self._longest)
+        return self.times(length)[length]
 
     def time_of(self, drafted: Tensor) -> Tensor:
         """Time of a round whose rows drafted `drafted` tokens, `[rows]`, int64, in plain steps, scalar, float32."""
-        return self.times_on_device.take(drafted.max().clamp_max(self._longest))
+        if self._on_device is None:
+            self._on_device = upload(self.times(self._longest), self._device)
+        return self._on_device.take(drafted.max().clamp_max(self._longest))

@@ -205,7 +205,7 @@ class GoodputPolicy(StoppingPolicy):
 
     def _best_within(self, longest: int) -> int:
         tokens = expected_tokens(self._decisive_acceptance(), longest)
-        goodput = [gain / time for gain, time in zip(tokens, self._table.times, strict=False)]
+        goodput = [gain / time for gain, time in zip(tokens, self._table.times(longest), strict=False)]
         goodput[0] *= self.plain_bonus
         return goodput.index(max(goodput))
 
@@ -220,7 +220,7 @@ class GoodputPolicy(StoppingPolicy):
         # A plain step gives one token per active row, so this is what the probe's tokens would have taken.
         worth = accepted / max(sum(self._active), 1)
         refund = min(worth, price) if self._probing else 0.0
-        put_aside = self.probe_share * self._table.times[min(longest_draft, self._longest)]
+        put_aside = self.probe_share * self._table.time(longest_draft)
         budget = min(self._budget + refund + put_aside, 2 * max(put_aside, price))
         self._probing = self._best == 0 and budget >= price > 0
         self._budget = budget - price if self._probing else budget
@@ -228,5 +228,4 @@ class GoodputPolicy(StoppingPolicy):
     @property
     def _probe_price(self) -> float:
         """Plain steps that a probe takes."""
-        times = self._table.times
-        return times[min(1, self._longest)] - times[0] + self._table.resumption
+        return self._table.time(1) - self._table.time(0) + self._table.resumption

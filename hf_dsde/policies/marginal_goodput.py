@@ -224,7 +224,7 @@ class MarginalGoodputPolicy(StoppingPolicy):
         forced = self._rounds < self._warmup_rounds and length < min(WARMUP_LENGTH, self._longest)
         if forced or length >= self._longest:
             return torch.full((), forced, device=survival.device)
-        cost = self._table.times[length + 1] - self._table.times[length]
+        cost = self._table.time(length + 1) - self._table.time(length)
         pays = self._gain(regression, self._round.ahead[-1], survival) > cost
         probed = ~pays & (self._budget >= cost) & (self._probe_price == 0)
         price = cost * probed

@@ -14,10 +14,10 @@ def upload(values: Sequence[float] | Sequence[bool] | Tensor, device: torch.devi
     To a CUDA device it goes through pinned memory, in the stream: a copy out of ordinary memory would wait until the
     device has done everything that was asked of it before.
     """
-    tensor = torch.as_tensor(values)
     if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+        return torch.as_tensor(values).to(device)
+    pinned = values.pin_memory() if isinstance(values, Tensor) else torch.tensor(values, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 class Download:

@@ -6,7 +6,7 @@ People ask why assisted generation is slower than none, and get no word (transfo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -38,10 +38,10 @@ def draft_costs_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> Iterat
 
         def mark(self, *, again: bool = False) -> None: ...
 
-        def read(self, policy: float = 0.0) -> PhaseTimes:
+        def phases(self, policy: float = 0.0) -> Callable[[], PhaseTimes]:
             self._rounds += 1
             draft = float(self._rounds != loop.COST_PROBE_ROUND + 1)
-            return PhaseTimes(draft=draft, verify=1.0, bookkeeping=0.0, policy=policy)
+            return lambda: PhaseTimes(draft=draft, verify=1.0, bookkeeping=0.0, policy=policy)
 
     monkeypatch.setattr(loop, "PhaseClock", Clock)
     return
