@@ -167,7 +167,7 @@ class SpeculativeLoop:
         verified = verify(scores, candidates, do_sample=self._do_sample, acceptance=self._config.acceptance)
         self._clock.mark()
         new_tokens = verified.with_next_token(candidates.tokens)
-        kept, ended = self._stopping.cut(new_tokens, torch.where(plan.active, verified.accepted + 1, 0))
+        kept, ended = self._stopping.cut(new_tokens, (verified.accepted + 1) * plan.active)
         if passed.hidden:
             self._drafter.accept(verified, passed.hidden)
         sequences.append(new_tokens, kept)

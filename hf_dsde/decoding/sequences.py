@@ -56,6 +56,7 @@ class SequenceBatch:
 
     Attributes:
         generated: Tokens that each row emitted so far, `[rows]`, int64, on the device.
+        lengths: Tokens of each row, prompt included and padding not, likewise.
         generated_counts: The same on the host, as of the last `synchronise`.
         host_tokens: The text on the host, `[rows, columns]`, int64, in the columns of the device's. Known up to
             `prompt_width + generated_counts[row]`; anything after that.
@@ -89,18 +90,15 @@ class SequenceBatch:
         self._prompts = upload(self.prompt_lengths, self.device)
         self.padding = self.prompt_width - self._prompts
         self.generated = torch.zeros(self.rows, dtype=torch.long, device=self.device)
+        self.lengths = self._prompts
         self.generated_counts = [0] * self.rows
         self.limits = torch.full_like(self.generated, max_new_tokens)
         self.tokens = input_ids.new_full((self.rows, self.prompt_width + max_new_tokens + scratch), self.pad_token)
         self.tokens[:, : self.prompt_width] = input_ids
+        self._columns = torch.arange(self.tokens.shape[1], device=self.device)
         self.host_tokens = prompts.new_full(self.tokens.shape, self.pad_token)
         self.host_tokens[:, : self.prompt_width] = prompts
         self._host_view = self.host_tokens.numpy()  # the same memory
-
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens of each row, prompt included and padding not, `[rows]`, int64."""
-        return self._prompts + self.generated
 
     @property
     def length_counts(self) -> list[int]:
@@ -160,6 +158,7 @@ class SequenceBatch:
         self._prompts = self._prompts.index_copy(0, index, upload(lengths, self.device))
         self.padding = self.prompt_width - self._prompts
         self.generated = self.generated.index_fill(0, index, 0)
+        self.lengths = self._prompts + self.generated
         self.limits = self.limits.index_copy(0, index, upload(list(limits), self.device))
         for row, length in zip(rows, lengths, strict=True):
             self.prompt_lengths[row], self.generated_counts[row] = length, 0
@@ -173,6 +172,7 @@ class SequenceBatch:
         self.tokens = torch.nn.functional.pad(self.tokens, (in_front, behind), value=self.pad_token)
         self.host_tokens = torch.nn.functional.pad(self.host_tokens, (in_front, behind), value=self.pad_token)
         self._host_view = self.host_tokens.numpy()
+        self._columns = torch.arange(self.tokens.shape[1], device=self.device)
         self.padding = self.padding + in_front
         self.prompt_width += in_front
         self.max_new_tokens += behind
@@ -185,7 +185,10 @@ class SequenceBatch:
             0 and tokens are anything.
         """
         first = self.prompt_width - width
-        columns = self.generated[:, None] + torch.arange(first, self.prompt_width, device=self.device)
+        last = self._columns[first : self.prompt_width]  # of a row that has generated nothing
+        if first < 0:
+            last = torch.arange(first, self.prompt_width, device=self.device)
+        columns = self.generated[:, None] + last
         positions = columns - self.padding[:, None]
         return self.tokens.gather(1, columns if first >= 0 else columns.clamp_min(0)), positions
 
@@ -196,8 +199,9 @@ class SequenceBatch:
 
     def write_drafts(self, tokens: Tensor, offset: int = 0) -> None:
         """Write draft tokens `[rows, width]` after the known text, `offset` columns after its end."""
-        first = self.prompt_width + self.generated[:, None] + offset
-        self.tokens.scatter_(1, first + torch.arange(tokens.shape[1], device=self.device), tokens)
+        first = self.prompt_width + offset
+        columns = self._columns[first : first + tokens.shape[1]]  # of a row that has generated nothing
+        self.tokens.scatter_(1, self.generated[:, None] + columns, tokens)
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Make the first `counts` of `tokens` part of the text.
@@ -208,6 +212,7 @@ class SequenceBatch:
         """
         self.write_drafts(tokens)
         self.generated = self.generated + counts
+        self.lengths = self._prompts + self.generated
 
     def prefix(self, length: int, holds: Tensor) -> Tensor:
         """Return what a logits processor is shown when it decides on generated token number `length`.

@@ -40,6 +40,7 @@ class Stopping:
         self._sequences = sequences
         eos = [c.eos_token_id.to(sequences.device) for c in criteria if type(c) is EosTokenCriteria]
         self.eos_tokens: Tensor = torch.cat(eos) if eos else torch.empty(0, device=sequences.device).long()
+        self._numbers = torch.arange(1, sequences.tokens.shape[1] + 1, device=sequences.device)
         self._time_limits = [c for c in criteria if type(c) is MaxTimeCriteria]
         others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)]
         strings, self._stepwise = without_stop_strings(others)
@@ -62,16 +63,14 @@ class Stopping:
             Tokens that each row keeps, `[rows]`, int64, and which rows that ends, `[rows]`, bool. Rows without tokens
             do not end.
         """
-        remaining = self._sequences.remaining
-        kept = torch.minimum(counts, remaining)
-        ends = kept == remaining
+        most = self._sequences.remaining
         if len(self.eos_tokens):
-            column = torch.arange(tokens.shape[1], device=tokens.device)
-            is_eos = (tokens[:, :, None] == self.eos_tokens).any(dim=2) & (column < counts[:, None])
-            first = torch.where(is_eos, column + 1, tokens.shape[1] + 1).amin(dim=1)
-            kept = torch.minimum(kept, first)
-            ends = (kept == first) | (kept == remaining)
-        return kept, (counts > 0) & ends
+            width = tokens.shape[1]
+            is_eos = (tokens[:, :, None] == self.eos_tokens).any(dim=2)
+            first = torch.where(is_eos, self._numbers[:width], width + 1).amin(dim=1)
+            most = torch.minimum(most, first)
+        kept = torch.minimum(counts, most)
+        return kept, (counts > 0) & (kept == most)
 
     def advance(self, ended: list[bool], scores: StepScores) -> None:
         """Take note of a round, after its tokens were appended and the host's copy of the lengths was renewed.

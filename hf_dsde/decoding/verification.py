@@ -67,7 +67,7 @@ def leading_run(stands: torch.Tensor, lengths: Tensor) -> Tensor:
         `[rows]`, int64, at most `lengths`.
     """
     inside = torch.arange(stands.shape[1], device=stands.device) < lengths[:, None]
-    return (stands & inside).long().cumprod(dim=1).sum(dim=1)
+    return (stands & inside).cumprod(dim=1, dtype=torch.long).sum(dim=1)
 
 
 def greedy(target_tokens: Tensor, draft_tokens: Tensor, lengths: Tensor) -> VerifiedBlock:
