@@ -488,11 +488,11 @@ def test_a_recorded_pass_with_adapters_is_the_eager_one(kernels, tokens, adapter
     for text, logits in zip(texts, found, strict=True):
         block.tokens.copy_(text)
         largest = float(logits.abs().max())
-        near = (2e-2 if dtype is BFLOAT16 else 1e-5) * largest
-        torch.testing.assert_close(logits, run(), rtol=0, atol=near)
+        near = (6e-2 if dtype is BFLOAT16 else 1e-4) * largest
+        torch.testing.assert_close(logits, run(), rtol=0, atol=near / 10)
         with torch.no_grad():
             stock = wrapper(text.view(rows, -1)).logits.flatten(0, 1)
-            torch.testing.assert_close(logits, stock, rtol=0, atol=3 * near)
+            torch.testing.assert_close(logits, stock, rtol=0, atol=near)
             with wrapper.disable_adapter():
                 assert (wrapper(text.view(rows, -1)).logits.flatten(0, 1) - logits).abs().max() > 0.1 * largest
 
