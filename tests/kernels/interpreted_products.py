@@ -25,7 +25,7 @@ from kernel_cases import (
 from hf_dsde.kernels import branches, low_rank, reference
 from hf_dsde.kernels import elementwise as kernels
 from hf_dsde.kernels.linear import MOST_TOKENS, SkinnyPlan, launch_gated, launch_linears, pays, plan_product
-from hf_dsde.kernels.low_rank_plan import plan_low_rank
+from hf_dsde.kernels.low_rank_plan import plan_low_rank, turns_of
 from hf_dsde.kernels.reference import LowRank
 from hf_dsde.utils import tuning
 from hf_dsde.utils.tuning import HOPPER, SAFE
@@ -291,6 +291,23 @@ def test_the_parts_of_the_inner_dimension_cover_it_and_none_is_empty(width, size
             assert plan.together >= 1
             for power in (plan.block_m, plan.block_n, plan.block_k, plan.block_r, plan.together):
                 assert power & (power - 1) == 0
+    torch.empty((1, 1)).zero_()
+
+
+@pytest.mark.parametrize(("dtype", "own"), ADAPTED, ids=str)
+def test_what_a_launch_adds_to_is_of_one_dtype(dtype, own):
+    _, _, adapters = make_low_rank(LOW_RANK_CASES["some modules with more adapters"], dtype, own)
+    kinds, added = [dtype] * 3, [[], [], []]
+    turns = turns_of(adapters, dtype, gated=False)
+    for places, terms, kind in turns:
+        assert len({kinds[place] for place in places}) == 1
+        for place, term in zip(places, terms, strict=True):
+            kinds[place] = kind
+            added[place].append(id(term))
+    assert added == [list(map(id, terms)) for terms in adapters]
+    assert kinds == [dtype] * 3
+    assert len(turns) == (4 if own == torch.float32 else 3)
+    assert [turn.places for turn in turns_of(adapters[:2], dtype, gated=True)] == [[1], [1], [0, 1]]
     torch.empty((1, 1)).zero_()
 
 
