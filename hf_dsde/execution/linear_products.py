@@ -7,7 +7,8 @@ adapters of PEFT add to a module, which as modules of their own would be four sm
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,12 +38,15 @@ def products(ops: FusedOps, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
     """
     adapters = [adapters_of(module, x.dtype) for module in modules]
     bases = _bases(modules, adapters)
-    if _taken_over(ops, bases, x):
-        results = _linears(ops, bases, x)
-    elif all(map(_may_run_beside, bases)):
-        results = ops.side_by_side(bases, x)
-    else:
-        results = [base(x) for base in bases]
+
+    @cache
+    def results() -> list[Tensor]:
+        if _taken_over(ops, bases, x):
+            return _linears(ops, bases, x)
+        if all(map(_may_run_beside, bases)):
+            return ops.side_by_side(bases, x)
+        return [base(x) for base in bases]
+
     return _adapted(ops, results, adapters, x)
 
 
@@ -55,10 +59,14 @@ def gated_product(ops: FusedOps, gate: Any, up: Any, x: Tensor) -> Tensor:
         if taken and gate.bias is None and up.bias is None:
             return ops.gated_linear(x, gate.weight, up.weight)
         return ops.silu_mul(gate(x), up(x))
-    results = _linears(ops, bases, x) if taken else [gate(x), up(x)]
+
+    @cache
+    def results() -> list[Tensor]:
+        return _linears(ops, bases, x) if taken else [gate(x), up(x)]
+
     complete = [each for each in adapters if each]
     if len(complete) == len(adapters):
-        return ops.gated_low_rank(x, results, complete)
+        return ops.gated_low_rank(x, _WhenAsked(results, (0, 1)), complete)
     return ops.silu_mul(*_adapted(ops, results, adapters, x))
 
 
@@ -126,14 +134,34 @@ def _linears(ops: FusedOps, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
     return ops.linears(x, [module.weight for module in modules], [module.bias for module in modules])
 
 
-def _adapted(ops: FusedOps, results: list[Tensor], adapters: Sequence[_Adapters], x: Tensor) -> list[Tensor]:
+class _WhenAsked(Sequence[Tensor]):
+    """Some of the results of modules, none of which is called before the first of them is asked for.
+
+    So what the ops launch before they ask does not have to wait for it.
+    """
+
+    def __init__(self, results: Callable[[], list[Tensor]], places: Sequence[int]) -> None:
+        self._results, self._places = results, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._results()[self._places[index]]
+
+
+def _adapted(
+    ops: FusedOps, results: Callable[[], list[Tensor]], adapters: Sequence[_Adapters], x: Tensor
+) -> list[Tensor]:
     """The results with what adapters add to some of them."""
     added = {place: terms for place, terms in enumerate(adapters) if terms}
-    if added:
-        sums = ops.add_low_rank(x, [results[place] for place in added], list(added.values()))
-        for place, result in zip(added, sums, strict=True):
-            results[place] = result
-    return results
+    if not added:
+        return results()
+    sums = ops.add_low_rank(x, _WhenAsked(results, list(added)), list(added.values()))
+    complete = list(results())
+    for place, result in zip(added, sums, strict=True):
+        complete[place] = result
+    return complete
 
 
 def _may_run_beside(module: nn.Module) -> bool:

@@ -6,6 +6,10 @@ products with A of up to three modules are one launch, those with B, the scaling
 
 A has few rows, so its launch divides the inner dimension among programs, which leave partial sums; the second launch
 adds them up. Their number depends on sizes alone, and sums have a fixed order. Weights stay where the model has them.
+
+The products with A need nothing but the input. In a recorded pass they are a branch of the graph, beside the products
+of the modules themselves, which take longer: what adapters cost there is the second launch. The first one is no link of
+a chain (`hf_dsde.kernels.chaining`), but launched when all in front of it has ended.
 """
 
 # ruff: noqa: PLR0917 - kernels take pointers, sizes and strides one by one
@@ -21,13 +25,21 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_dsde.kernels import reference
+from hf_dsde.kernels.branches import branch
 from hf_dsde.kernels.chaining import await_inputs, chaining
 from hf_dsde.kernels.launching import on_its_device
 from hf_dsde.kernels.linear import token_tile, weight_tile
-from hf_dsde.kernels.low_rank_plan import BLOCK_N, BLOCK_RANK, MOST_TOKENS, STAGES, WARPS, plan_low_rank
+from hf_dsde.kernels.low_rank_plan import BLOCK_RANK, DOWN_WARPS, MOST_TOKENS, STAGES, UP_WARPS, plan_turn, turns_of
 from hf_dsde.kernels.reference import LowRank
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def _nearest(single: tl.tensor) -> tl.tensor:
+    """The nearest numbers of TensorFloat-32, which has 10 bits after the point where float32 has 23."""
+    bits = single.to(tl.int32, bitcast=True)
+    return ((bits + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["total", "rank0", "rank1", "rank2"])
@@ -52,11 +64,12 @@ def _down_kernel(
     even: tl.constexpr,
     stages: tl.constexpr,
     precision: tl.constexpr,
-    chained: tl.constexpr,
+    halved: tl.constexpr,
 ) -> None:
     """Some tokens times `block_n` rows of one A, over one part of the inner dimension.
 
-    First come the programs of the first A, then the others'.
+    First come the programs of the first A, then the others'. With `halved`, states of half precision are multiplied by
+    a float32 A as the sum of two numbers of TensorFloat-32 each.
     """
     block, split, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * block_m
     down, rank, place = down0, rank0, rank0 * 0
@@ -74,13 +87,17 @@ def _down_kernel(
     read = tl.minimum(row, rank - 1)  # a row after the last is computed again rather than masked, and not stored
     begin = split * steps * block_k
     end = tl.minimum(begin + steps * block_k, width)
-    await_inputs(chained)
     x += first.to(tl.int64) * x_row
     parts = tl.zeros((slices, block_m, block_n), tl.float32)
     for start in tl.range(begin, end, block_k, num_stages=stages):
         states = token_tile(x, start, total - first, width, x_row, block_m, block_k, slices, even)
         part = weight_tile(down, read, start, width, block_k, slices, even)
-        parts = tl.dot(states.to(part.dtype), part, parts, input_precision=precision)
+        states = states.to(part.dtype)
+        if halved:
+            high = _nearest(part)
+            parts = tl.dot(states, part - high, parts, input_precision=precision)
+            part = high
+        parts = tl.dot(states, part, parts, input_precision=precision)
     token = first + tl.arange(0, block_m)[:, None]
     target = sums + (split * total + token) * (rank0 + rank1 + rank2) + place + row[None, :]
     tl.store(target, tl.sum(parts, axis=0), mask=(token < total) & (row[None, :] < rank))
@@ -250,7 +267,8 @@ def add_low_rank(x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence
 
     Args:
         x: `[T, H]`.
-        bases: What one to three modules made of it, `[T, N_i]`.
+        bases: What one to three modules made of it, `[T, N_i]`. Looked at when the products with A have been launched,
+            so that in a recorded pass those run beside whatever computes a base no earlier than it is looked at.
         adapters: Of each module, at least one, in the order in which they are added.
 
     Returns:
@@ -264,16 +282,8 @@ def add_low_rank(x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence
     if not 1 <= len(bases) <= 3:
         msg = f"bases: got {len(bases)}, but one call takes 1 to 3. Divide them among several calls."
         raise ValueError(msg)
-    if not suits(x, bases, adapters):
-        return reference.add_low_rank(x, bases, adapters)
-    begun = _all_but_the_last(x, bases, adapters)
-    results = list(begun)
-    for dtype in {each.dtype for each in begun}:
-        places = [place for place, each in enumerate(begun) if each.dtype == dtype]
-        final = [adapters[place][-1] for place in places]
-        for place, out in zip(places, _launch(x, [begun[place] for place in places], final, x.dtype), strict=True):
-            results[place] = out
-    return results
+    results = _adapted(x, bases, adapters, gated=False)
+    return reference.add_low_rank(x, bases, adapters) if results is None else results
 
 
 def gated_low_rank(x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]]) -> Tensor:
@@ -281,88 +291,100 @@ def gated_low_rank(x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequen
 
     Args:
         x: `[T, H]`.
-        bases: What the modules of gate and up made of it, `[T, I]` each.
+        bases: What the modules of gate and up made of it, `[T, I]` each; looked at as late as by `add_low_rank`.
         adapters: Of both, at least one each.
 
     Returns:
         silu(gate) * up of what `add_low_rank` returns, `[T, I]`, rounded where `silu_mul` rounds.
     """
-    if not suits(x, bases, adapters):
-        return reference.gated_low_rank(x, bases, adapters)
-    results = _all_but_the_last(x, bases, adapters)
-    return _launch(x, results, [each[-1] for each in adapters], x.dtype, gated=True)[0]
+    results = _adapted(x, bases, adapters, gated=True)
+    return reference.gated_low_rank(x, bases, adapters) if results is None else results[0]
 
 
-def suits(x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]]) -> bool:
+def suits(x: Tensor, adapters: Sequence[Sequence[LowRank]]) -> bool:
     """Whether the kernels take these; otherwise it is plain torch that computes.
 
     Adapters are of the dtype of everything else, or, as PEFT makes them unless it is told not to, all of float32.
     """
     dtypes = {weight.dtype for each in adapters for term in each for weight in (term.down, term.up)}
-    return (
-        len(x) <= MOST_TOKENS
-        and x.dtype in DTYPES
-        and all(base.dtype == x.dtype for base in bases)
-        and len(dtypes) == 1
-        and dtypes <= {x.dtype, torch.float32}
-    )
+    return len(x) <= MOST_TOKENS and x.dtype in DTYPES and len(dtypes) == 1 and dtypes <= {x.dtype, torch.float32}
 
 
-def _all_but_the_last(x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]]) -> list[Tensor]:
-    """The results without the last adapter of each module, of the adapters' dtype where there was one to add."""
+def _adapted(
+    x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]], *, gated: bool
+) -> list[Tensor] | None:
+    """The results, only one if `gated`; None where plain torch has to compute them."""
+    if not suits(x, adapters):
+        return None
+    turns = turns_of(adapters, x.dtype, gated=gated)
+    # A copy of `x` has to be kept, as what the branch reads, until it is joined.
+    states = x if x.stride(1) == 1 else x.contiguous()
+    sums = [_room(states, turn.terms) for turn in turns]
+    with branch(states) as join:
+        for turn, room in zip(turns, sums, strict=True):
+            _multiply_down(states, turn.terms, room)
     results = list(bases)
-    for turn in range(max(map(len, adapters)) - 1):
-        places = [place for place, each in enumerate(adapters) if turn + 1 < len(each)]
-        terms = [adapters[place][turn] for place in places]
-        outs = _launch(x, [results[place] for place in places], terms, terms[0].up.dtype)
-        for place, out in zip(places, outs, strict=True):
+    join()
+    if any(base.dtype != x.dtype for base in results):
+        return None
+    for turn, room in zip(turns, sums, strict=True):
+        last = gated and turn is turns[-1]
+        outs = _add_up(states, room, [results[place] for place in turn.places], turn.terms, turn.dtype, gated=last)
+        for place, out in zip(turn.places, outs, strict=not last):
             results[place] = out
     return results
 
 
+def _room(x: Tensor, terms: Sequence[LowRank]) -> Tensor:
+    """For what the programs of the first kernel leave, `[splits * T, ranks]`, float32."""
+    splits = plan_turn(len(x), terms).splits if len(x) else 0
+    return torch.empty((splits * len(x), sum(len(term.down) for term in terms)), dtype=torch.float32, device=x.device)
+
+
 @on_its_device
-def _launch(
-    x: Tensor, bases: Sequence[Tensor], terms: Sequence[LowRank], dtype: torch.dtype, *, gated: bool = False
-) -> list[Tensor]:
-    """Launch both kernels for one adapter of each module."""
+def _multiply_down(x: Tensor, terms: Sequence[LowRank], sums: Tensor) -> None:
+    """Launch the products with A of one adapter of each module."""
     total, width = x.shape
+    if not total:
+        return
+    downs, missing = [term.down for term in terms], 3 - len(terms)
+    ranks, plan = [len(down) for down in downs], plan_turn(total, terms)
+    grid = (sum(triton.cdiv(rank, BLOCK_RANK) for rank in ranks), plan.splits, triton.cdiv(total, plan.block_m))
+    _down_kernel[grid](
+        # Where there is no module, any tensor will do: it is not read.
+        x, *downs, *[x] * missing, sums, total, *ranks, *[0] * missing, width, x.stride(0),
+        count=len(terms), steps=plan.steps, block_m=plan.block_m, block_n=BLOCK_RANK, block_k=plan.block_k,
+        slices=DOWN_WARPS, even=width % plan.block_k == 0, stages=STAGES,
+        precision="ieee" if x.dtype == torch.float32 else "tf32", halved=x.dtype != torch.float32 == downs[0].dtype,
+        num_warps=DOWN_WARPS,
+    )  # fmt: skip
+
+
+@on_its_device
+def _add_up(
+    x: Tensor, sums: Tensor, bases: Sequence[Tensor], terms: Sequence[LowRank], dtype: torch.dtype, *, gated: bool
+) -> list[Tensor]:
+    """Launch what follows, also if the results are multiplied: there is one of them then."""
+    total = len(x)
     outs = [torch.empty(base.shape, dtype=dtype, device=x.device) for base in bases[: 1 if gated else 3]]
     if not total:
         return outs
-    x, bases = x if x.stride(1) == 1 else x.contiguous(), [base.contiguous() for base in bases]
+    bases, missing = [base.contiguous() for base in bases], 3 - len(terms)
     downs, ups, scalings = zip(*terms, strict=True)
-    ranks, rows = [len(down) for down in downs], [len(up) for up in ups]
-    plan = plan_low_rank(total, width, max(ranks), downs[0].element_size())
-    blocks, missing = triton.cdiv(total, plan.block_m), 3 - len(terms)
-    sums = torch.empty((plan.splits * total, sum(ranks)), dtype=torch.float32, device=x.device)
-    launch = {
-        "block_m": plan.block_m,
-        "precision": _precision(x.dtype, downs[0].dtype),
-        "num_warps": WARPS,
-        **chaining(x.device),
-    }
-    _down_kernel[(sum(triton.cdiv(rank, BLOCK_RANK) for rank in ranks), plan.splits, blocks)](
-        # Where there is no module, any tensor will do: it is not read.
-        x, *downs, *[x] * missing, sums, total, *ranks, *[0] * missing, width, x.stride(0),
-        count=len(terms), steps=plan.steps, block_n=BLOCK_RANK, block_k=plan.block_k, slices=WARPS,
-        even=width % plan.block_k == 0, stages=STAGES, **launch,
-    )  # fmt: skip
-    columns = sum(triton.cdiv(size, BLOCK_N) for size in (rows[:1] if gated else rows))
-    _up_kernel[(columns, blocks)](
+    ranks, rows, plan = [len(down) for down in downs], [len(up) for up in ups], plan_turn(total, terms)
+    columns = sum(triton.cdiv(size, plan.block_n) for size in (rows[:1] if gated else rows))
+    _up_kernel[(columns, triton.cdiv(total, plan.block_m))](
         sums, *ups, *[x] * missing, *bases, *[x] * missing, *outs, *[x] * (3 - len(outs)),
         total, *rows, *[0] * missing, *ranks, *[0] * missing, *scalings, *[0.0] * missing,
-        count=len(terms), splits=plan.splits, together=plan.together, block_n=BLOCK_N, block_r=plan.block_r,
-        whole=max(ranks) <= plan.block_r, aligned=all(size % 8 == 0 for size in (*rows, *ranks)), gated=gated, **launch,
+        count=len(terms), splits=plan.splits, together=plan.together, block_m=plan.block_m, block_n=plan.block_n,
+        block_r=plan.block_r, whole=max(ranks) <= plan.block_r, aligned=all(size % 8 == 0 for size in (*rows, *ranks)),
+        gated=gated, precision=_precision(x.dtype, ups[0].dtype), num_warps=UP_WARPS, **chaining(x.device),
     )  # fmt: skip
     return outs
 
 
 def _precision(states: torch.dtype, adapters: torch.dtype) -> str:
-    """How numbers of float32 are multiplied.
-
-    States of half precision are whole in TensorFloat-32, so that adapters of float32 lose nothing that is left after
-    rounding when they are multiplied in three parts, which is for tensor cores.
-    """
+    """How B is multiplied: what A makes of states has all bits of float32 if B has, so three products stand for one."""
     if adapters != torch.float32:
         return "tf32"
     return "ieee" if states == torch.float32 else "tf32x3"

@@ -205,6 +205,58 @@ def test_a_base_that_is_no_plain_module_is_called_and_adapted() -> None:
     assert passes.ops.products == [3, 1, 2, 1, 1]
 
 
+@pytest.mark.parametrize("targets", [EVERYWHERE, ["k_proj", "up_proj", "down_proj"]], ids=len)
+@pytest.mark.parametrize("taken", [False, True])
+def test_modules_are_called_once_and_not_before_their_results_are_asked_for(targets: list[str], taken: bool) -> None:
+    """So that the ops may launch what needs the input alone before anything that takes longer."""
+
+    class AskingLate(NotingOps):
+        def add_low_rank(self, x: Tensor, bases: Any, adapters: Any) -> list[Tensor]:
+            return self._asked(super().add_low_rank, x, bases, adapters)
+
+        def gated_low_rank(self, x: Tensor, bases: Any, adapters: Any) -> Tensor:
+            return self._asked(super().gated_low_rank, x, bases, adapters)
+
+        def _asked(self, operation: Any, x: Tensor, bases: Any, adapters: Any) -> Any:
+            assert len(bases) == len(adapters)
+            before = called.copy(), self.products.copy()
+            assert before == ([], []), "a module has been called"
+            return operation(x, list(bases), adapters)
+
+    wrapper = adapted(config_of(targets))
+    ops, called = AskingLate(), list[str]()
+    ops.taken = taken
+    layer = wrapper.get_base_model().model.layers[0]
+    own, mlp = layer.self_attn, layer.mlp
+    calls: list[tuple[list[Any], Callable[[Tensor], Any]]] = [
+        ([own.q_proj, own.k_proj, own.v_proj], lambda x: products(ops, [own.q_proj, own.k_proj, own.v_proj], x)),
+        ([mlp.gate_proj, mlp.up_proj], lambda x: [gated_product(ops, mlp.gate_proj, mlp.up_proj, x)]),
+        ([mlp.down_proj], lambda x: products(ops, [mlp.down_proj], x)),
+    ]
+    for modules, call in calls:
+        x = torch.randn(3, modules[0].in_features, dtype=torch.float64)
+        with torch.no_grad():
+            right = [module(x) for module in modules]
+            if len(modules) == 2:
+                right = [nn.functional.silu(right[0]) * right[1]]
+            bases = [getattr(module, "base_layer", module) for module in modules]
+            noting = [
+                base.register_forward_hook(lambda *_, place=place: called.append(str(place)))
+                for place, base in enumerate(bases)
+                if not taken
+            ]
+            found = call(x)
+        for hook in noting:
+            hook.remove()
+        for each, expected in zip(found, right, strict=True):
+            torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-9)
+        assert sorted(called) == ([] if taken else [str(place) for place in range(len(modules))])
+        assert ops.products == ([len(modules)] if taken else [])
+        called.clear()
+        ops.products.clear()
+    assert len(ops.adapted) == 3
+
+
 def test_adapters_that_are_switched_between_passes_are_seen() -> None:
     """By the same decoder. Disabled and merged ones cost nothing."""
     wrapper = adapted(config_of(), config_of(["q_proj", "down_proj"], r=9))

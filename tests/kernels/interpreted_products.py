@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,10 +22,10 @@ from kernel_cases import (
     slow_low_rank,
 )
 
+from hf_dsde.kernels import branches, low_rank, reference
 from hf_dsde.kernels import elementwise as kernels
-from hf_dsde.kernels import low_rank, reference
 from hf_dsde.kernels.linear import MOST_TOKENS, SkinnyPlan, launch_gated, launch_linears, pays, plan_product
-from hf_dsde.kernels.low_rank_plan import plan_low_rank
+from hf_dsde.kernels.low_rank_plan import plan_low_rank, turns_of
 from hf_dsde.kernels.reference import LowRank
 from hf_dsde.utils import tuning
 from hf_dsde.utils.tuning import HOPPER, SAFE
@@ -286,8 +289,25 @@ def test_the_parts_of_the_inner_dimension_cover_it_and_none_is_empty(width, size
             assert (plan.splits - 1) * part < width <= plan.splits * part
             assert plan.splits <= 16
             assert plan.together >= 1
-            for power in (plan.block_m, plan.block_k, plan.block_r, plan.together):
+            for power in (plan.block_m, plan.block_n, plan.block_k, plan.block_r, plan.together):
                 assert power & (power - 1) == 0
+    torch.empty((1, 1)).zero_()
+
+
+@pytest.mark.parametrize(("dtype", "own"), ADAPTED, ids=str)
+def test_what_a_launch_adds_to_is_of_one_dtype(dtype, own):
+    _, _, adapters = make_low_rank(LOW_RANK_CASES["some modules with more adapters"], dtype, own)
+    kinds, added = [dtype] * 3, [[], [], []]
+    turns = turns_of(adapters, dtype, gated=False)
+    for places, terms, kind in turns:
+        assert len({kinds[place] for place in places}) == 1
+        for place, term in zip(places, terms, strict=True):
+            kinds[place] = kind
+            added[place].append(id(term))
+    assert added == [list(map(id, terms)) for terms in adapters]
+    assert kinds == [dtype] * 3
+    assert len(turns) == (4 if own == torch.float32 else 3)
+    assert [turn.places for turn in turns_of(adapters[:2], dtype, gated=True)] == [[1], [1], [0, 1]]
     torch.empty((1, 1)).zero_()
 
 
@@ -308,24 +328,136 @@ def test_adapters_that_are_mixed_up_are_noticed(wrong):
 
 def test_what_the_low_rank_kernels_do_not_take_plain_torch_computes(monkeypatch):
     x, bases, adapters = make_low_rank(LowRankCase(4, 64, (24, 16), ((4,), (2,))), torch.float32)
-    wide, narrow = [[LowRank(a.double(), b.double(), s) for a, b, s in terms] for terms in adapters], adapters
+    wide = [[LowRank(a.double(), b.double(), s) for a, b, s in terms] for terms in adapters]
     half = [[LowRank(a.half(), b.half(), s) for a, b, s in terms] for terms in adapters]
     cases = [
         (x.double(), [base.double() for base in bases], wide),
-        (x, [base.double() for base in bases], narrow),
-        (x, bases, [narrow[0], half[1]]),
+        (x, [base.double() for base in bases], adapters),
+        (x, [bases[0], bases[1].double()], adapters),
+        (x, bases, [adapters[0], half[1]]),
         (x, bases, half),
     ]
     for states, results, terms in cases:
-        assert not low_rank.suits(states, results, terms)
+        assert low_rank.suits(states, terms) == (terms is adapters)
         found, expected = (ops.add_low_rank(states, results, terms) for ops in (kernels, reference))
         assert all(map(torch.equal, found, expected))
-    many = (
-        x[:1].expand(low_rank.MOST_TOKENS + 1, -1),
-        [base[:1].expand(low_rank.MOST_TOKENS + 1, -1) for base in bases],
-    )
-    assert not low_rank.suits(*many, adapters)
-    assert low_rank.suits(x, bases, adapters)
+        gates, factors = results[0][:, :16], results[1]
+        few = [[term._replace(up=term.up[:16]) for term in each] for each in terms]
+        found, right = (ops.gated_low_rank(states, [gates, factors], few) for ops in (kernels, reference))
+        assert torch.equal(found, right)
+    assert not low_rank.suits(x[:1].expand(low_rank.MOST_TOKENS + 1, -1), adapters)
+    assert low_rank.suits(x, adapters)
     with pytest.raises(ValueError, match="takes 1 to 3"):
         kernels.add_low_rank(x, [], [])
     torch.empty((1, 1)).zero_()
+
+
+class FakeDevice:
+    """Streams on which whatever is called takes place at once, and takes down what it comes after.
+
+    Attributes:
+        after: What has happened, each with what is in front of it in its own stream, or in one that this waited for.
+        open: Streams that went their own way and have not been waited for.
+    """
+
+    def __init__(self):
+        self.after, self.open, self.current, self.seen = {}, set(), "main", {}
+
+    def streams(self, _):
+        return "one", "another", FakeStream(self, "branch")
+
+    def note(self, name):
+        before = self.seen.setdefault(self.current, set())
+        self.after[name] = set(before)
+        before.add(name)
+
+    @contextmanager
+    def stream(self, stream):
+        outer, self.current = self.current, stream.name
+        yield
+        self.current = outer
+
+
+class FakeStream:
+    def __init__(self, device, name):
+        self.device, self.name = device, name
+
+    def wait_stream(self, other):
+        self.device.seen.setdefault(self.name, set()).update(self.device.seen.get(other.name, ()))
+        self.device.open.add(self.name)
+        self.device.open.discard(other.name)
+
+
+class ComputedWhenAsked(Sequence):
+    def __init__(self, results, compute):
+        self.results, self.compute = results, compute
+
+    def __len__(self):
+        return len(self.results)
+
+    def __getitem__(self, index):
+        self.compute()
+        return self.results[index]
+
+
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("ranks", [((4,), (16,)), ((2, 3), (4,))], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_with_a_run_beside_the_modules_in_a_recorded_pass(gated, ranks, recording, monkeypatch):
+    device = FakeDevice()
+
+    def noted(name, own):
+        def launch(*given, **named):
+            device.note(f"{name} {sum(each.startswith(name) for each in device.after)}")
+            return own(*given, **named)
+
+        return launch
+
+    for name in ("_multiply_down", "_add_up"):
+        monkeypatch.setattr(low_rank, name, noted(name, getattr(low_rank, name)))
+    monkeypatch.setattr(branches, "_branching", lambda _: recording)
+    monkeypatch.setattr(branches, "_streams", device.streams)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream(device, device.current))
+    monkeypatch.setattr(torch.cuda, "stream", device.stream)
+    x, bases, adapters = make_low_rank(LowRankCase(5, 96, (72, 72), ranks), torch.float32)
+    device.note("input")
+    once = cache(partial(device.note, "base"))
+    operation = "gated_low_rank" if gated else "add_low_rank"
+    found = getattr(kernels, operation)(x, ComputedWhenAsked(bases, once), adapters)
+    device.note("what follows")
+    turns = max(map(len, ranks))
+    downs, ups = ({f"{name} {turn}" for turn in range(turns)} for name in ("_multiply_down", "_add_up"))
+    assert set(device.after) == {"input", "base", "what follows"} | downs | ups
+    for down in downs:
+        assert "input" in device.after[down]
+        assert "base" not in device.after[down]
+        assert (down in device.after["base"]) == (not recording)
+    for up in ups:
+        assert device.after[up] >= {"input", "base"} | downs
+    assert device.after["what follows"] == set(device.after) - {"what follows"}
+    assert device.open <= {"main"}, "a stream is left that nothing waits for"
+    expected = getattr(reference, operation)(x, bases, adapters)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_branches_are_made_while_few_tokens_are_recorded(monkeypatch):
+    states = torch.zeros(HOPPER.branch_tokens + 1, 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not branches._branching(states[1:])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert branches._branching(states[1:])
+    assert not branches._branching(states)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not branches._branching(states[1:])
+    torch.empty((1, 1)).zero_()
+
+
+def test_adapters_of_float32_lose_nothing_beside_states_of_half_precision():
+    """What A makes of them has the bits of float32; with A rounded to TensorFloat-32 it would not."""
+    x, _, [[term]] = make_low_rank(LowRankCase(5, 700, (32,), ((16,),)), torch.float16, torch.float32)
+    sums = low_rank._room(x, [term])
+    low_rank._multiply_down(x, [term], sums)
+    exact = slow_linear(x, term.down)
+    rounded = slow_linear(x, ((term.down.view(torch.int32) + 4096) & -8192).view(torch.float32))
+    torch.testing.assert_close(sums.view(-1, 5, 16).double().sum(0), exact, rtol=0, atol=2e-6)
+    assert (rounded - exact).abs().max() > 1e-4

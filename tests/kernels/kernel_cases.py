@@ -411,9 +411,8 @@ def make_low_rank(
         return torch.randn(*size, generator=generator).to(device, kind or dtype)
 
     def adapter(rows: int, rank: int) -> LowRank:
-        down, up = draw(rank, case.width) / case.width**0.5, draw(rows, rank) / rank**0.5
-        kind = adapters or dtype
-        return LowRank(down.to(kind), up.to(kind), float(0.3 + torch.rand((), generator=generator)))
+        down, up = draw(rank, case.width, kind=adapters) / case.width**0.5, draw(rows, rank, kind=adapters) / rank**0.5
+        return LowRank(down, up, float(0.3 + torch.rand((), generator=generator)))
 
     wide = draw(case.tokens, case.width + 16)
     wide[:, case.width :] = float("nan")

@@ -36,9 +36,12 @@ from tiny_models import tiny_model
 from torch.nn import functional
 
 from hf_dsde.execution.create_runner import create_runner
+from hf_dsde.execution.fused_decoder import FusedDecoder
+from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.kernels import reference
+from hf_dsde.kernels.block import Block
 
 pytestmark = pytest.mark.gpu
 
@@ -399,7 +402,7 @@ def test_low_rank_adapters_of_real_shapes_are_those_of_plain_torch(kernels, widt
     from hf_dsde.kernels import low_rank
 
     x, bases, adapters = make_low_rank(LowRankCase(tokens, width, rows, ranks), dtype, own, "cuda")
-    assert low_rank.suits(x, bases, adapters)
+    assert low_rank.suits(x, adapters)
     found, expected = (ops.add_low_rank(x, bases, adapters) for ops in (kernels, reference))
     for result, right in zip(found, expected, strict=True):
         torch.testing.assert_close(result, right, rtol=1.6e-2, atol=4 * TOLERANCE[dtype])
@@ -429,6 +432,97 @@ def test_recorded_adapters_follow_the_contents_of_their_tensors(kernels):
             result.fill_(float("nan"))
         graph.replay()
         assert all(map(torch.equal, recorded, launch(states)))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_adapters_of_float32_lose_nothing_beside_states_of_half_precision(dtype):
+    """What A makes of them has the bits of float32; with A rounded to TensorFloat-32 it would not."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from hf_dsde.kernels import low_rank
+
+    x, _, [[term]] = make_low_rank(LowRankCase(40, 4096, (32,), ((16,),)), dtype, FLOAT32, "cuda")
+    sums = low_rank._room(x, [term])
+    low_rank._multiply_down(x, [term], sums)
+    exact = slow_linear(x, term.down)
+    rounded = slow_linear(x, ((term.down.view(torch.int32) + 4096) & -8192).view(FLOAT32))
+    torch.testing.assert_close(sums.view(-1, 40, 16).double().sum(0).cpu(), exact, rtol=0, atol=2e-5)
+    assert (rounded - exact).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "own"), [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, FLOAT32)], ids=str)
+@pytest.mark.parametrize("adapters", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 8, 32, 128])
+def test_a_recorded_pass_with_adapters_is_the_eager_one(kernels, tokens, adapters, dtype, own, monkeypatch):
+    """Products with A are branches of it. So small a model's own products end before them, and nothing may be early."""
+    peft = pytest.importorskip("peft")
+    from hf_dsde.kernels import branches
+    from hf_dsde.kernels.dispatch import ops_for
+
+    made, original = [], branches._branching
+    monkeypatch.setattr(branches, "_branching", lambda states: made.append(original(states)) or made[-1])
+    model = tiny_model(hidden_size=128, intermediate_size=256, head_dim=32, num_hidden_layers=2).to("cuda", dtype)
+    wrapper = adapted_everywhere(peft, model, adapters, own)
+    device, rows = torch.device("cuda", 0), min(tokens, 8)
+    decoder, cache = FusedDecoder(wrapper.get_base_model(), ops_for(device)), RaggedCache(2, 64, rows)
+    block = block_of_rows(rows, tokens // rows, device)
+
+    def run():
+        return decoder(block, cache, 64, None).logits
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    assert not any(made)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = run()
+    assert sum(made) >= 4 * 2, "no branch was made"
+    texts = torch.randint(3, 90, (5, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    found = []
+    for text in texts:
+        block.tokens.copy_(text)
+        recorded.fill_(float("nan"))
+        graph.replay()
+        found.append(recorded.clone())
+    for text, logits in zip(texts, found, strict=True):
+        block.tokens.copy_(text)
+        largest = float(logits.abs().max())
+        near = (6e-2 if dtype is BFLOAT16 else 1e-4) * largest
+        torch.testing.assert_close(logits, run(), rtol=0, atol=near / 10)
+        with torch.no_grad():
+            stock = wrapper(text.view(rows, -1)).logits.flatten(0, 1)
+            torch.testing.assert_close(logits, stock, rtol=0, atol=near)
+            with wrapper.disable_adapter():
+                assert (wrapper(text.view(rows, -1)).logits.flatten(0, 1) - logits).abs().max() > 0.1 * largest
+
+
+def adapted_everywhere(peft, model, adapters, own):
+    """A model with adapters around all linear maps of its layers, all of them active and of one dtype."""
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        names = [str(place) for place in range(adapters)]
+        everywhere = peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
+        wrapper = peft.get_peft_model(model, everywhere, adapter_name=names[0])
+        for name in names[1:]:
+            wrapper.add_adapter(name, everywhere)
+    wrapper.base_model.set_adapter(names)
+    for name, weight in wrapper.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.to(own)
+    return wrapper.eval()
+
+
+def block_of_rows(rows, width, device):
+    """The first `width` tokens of each row."""
+    return Block(
+        tokens=torch.full((rows * width,), 5, device=device),
+        rows=torch.arange(rows, device=device).repeat_interleave(width),
+        positions=torch.arange(width, device=device).repeat(rows),
+        starts=torch.arange(rows, dtype=torch.int32, device=device) * width,
+        counts=torch.full((rows,), width, dtype=torch.int32, device=device),
+        max_count=width,
+    )
 
 
 @pytest.mark.parametrize("adapted", [False, True])
