@@ -18,6 +18,7 @@ from transformers.generation import logits_process
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
+
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument of `forward`, newest first: `cache` since 5.24, `past_key_values` before."""
 
@@ -80,8 +81,8 @@ def gives_up_cache(model: PreTrainedModel) -> bool:
     forward passes of some models go by the mode alone.
     """
     return any(
-        getattr(module, "gradient_checkpointing", False)
-        and module.training
+        module.training
+        and getattr(module, "gradient_checkpointing", False)
         and (
             _checkpoints_by_mode(type(module).forward)
             or (isinstance(module, GradientCheckpointingLayer) and _layers_go_by_mode())

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from hf_dsde.config import SpeculationConfig

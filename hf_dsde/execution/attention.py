@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_dsde import compat
+from hf_dsde.utils.modules import has_attribute, modules_of
 
 PACKED_ATTENTION = "hf_dsde_packed_gqa"
 MASKABLE_IMPLEMENTATIONS = ("sdpa", "eager")
@@ -227,7 +228,7 @@ def reproduces_attention(model: PreTrainedModel) -> bool:
         and model.config._attn_implementation != "eager"
         and not compat.reads_encoder(model)
         and getattr(config, "attn_logit_softcapping", None) is None
-        and not any(hasattr(module, "sinks") for module in model.modules())
+        and not any(has_attribute(module, "sinks") for module in modules_of(model))
     )
 
 

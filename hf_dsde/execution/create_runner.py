@@ -25,6 +25,7 @@ from hf_dsde.execution.training_mode import acts_in_training
 from hf_dsde.execution.workspaces import workspace_key, workspaces
 from hf_dsde.execution.wrappers import innermost
 from hf_dsde.kernels.dispatch import ops_for
+from hf_dsde.utils.modules import has_attribute, named_modules, parameter_devices
 
 KEPT_FAILURES = 4
 """States of a model in which recording failed that are remembered."""
@@ -150,16 +151,16 @@ def capture_on(device: torch.device) -> Capture:
 
 def why_not_recorded(model: PreTrainedModel) -> str | None:
     """Say what keeps this model's passes from being recorded, None if nothing known does."""
-    devices = {parameter.device for parameter in model.parameters()}
+    devices, modules = parameter_devices(model), named_modules(model)
     if len(devices) > 1:
         return f"its layers are on several devices ({', '.join(sorted(map(str, devices)))})"
     acting = acts_in_training(model)
     if acting is not None:
         return f"it is in training mode, in which {acting} changes what it computes; call model.eval()"
-    hooked = [name for name, module in model.named_modules() if _has_hooks(module)]
+    hooked = [name for name, module in modules if _has_hooks(module)]
     if hooked:
         return f"hooks run in its forward pass, the first in {hooked[0] or 'the model itself'!r}"
-    waiting = [name for name, module in model.named_modules() if _looks_for_outliers(module)]
+    waiting = [name for name, module in modules if _looks_for_outliers(module)]
     if waiting:
         return (
             f"{waiting[0]!r} looks for outliers in every pass, which waits for the device; load the model with "
@@ -170,13 +171,15 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
 
 def _looks_for_outliers(module: torch.nn.Module) -> bool:
     """Whether a module is bitsandbytes' of 8 bits, which computes columns with large numbers apart."""
+    if not type(module).__module__.startswith("bitsandbytes."):
+        return False
     threshold: float = getattr(getattr(module, "state", None), "threshold", 0.0)
-    return type(module).__module__.startswith("bitsandbytes.") and threshold > 0
+    return threshold > 0
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return hasattr(module, "_hf_hook") or not all(map(compat.leaves_arithmetic_alone, hooks))
+    return has_attribute(module, "_hf_hook") or not all(map(compat.leaves_arithmetic_alone, hooks))
 
 
 def _failure(model: PreTrainedModel, state: Hashable) -> str | None:

@@ -19,6 +19,7 @@ from hf_dsde import compat
 from hf_dsde.execution import attention
 from hf_dsde.execution.torch_modes import Autocast
 from hf_dsde.kernels.dispatch import why_no_kernels
+from hf_dsde.utils.modules import has_attribute, parameter_devices
 
 
 def _modeling_file(name: str) -> str:
@@ -210,7 +211,7 @@ def _attachments(name: str, module: nn.Module) -> Iterator[str]:
     # Taking off an accelerate hook leaves the module's own method as an attribute, which changes nothing.
     if replaced is not None and not _is_own_forward(module, getattr(replaced, "__func__", replaced)):
         yield f"`forward` of {name} was replaced, and a fused pass does not call it"
-    if hasattr(module, "_hf_hook"):
+    if has_attribute(module, "_hf_hook"):
         yield f"{name} has an accelerate hook, which a fused pass would not run"
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     if not all(map(compat.leaves_arithmetic_alone, hooks)):
@@ -221,7 +222,7 @@ def _arithmetic_reasons(model: Any) -> Iterator[str]:
     """Settings under which the model's own modules compute, or are placed, otherwise."""
     if (getattr(model, "_tp_size", None) or 1) > 1:
         yield f"it is split over {model._tp_size} devices (tensor parallel)"
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    devices = sorted(map(str, parameter_devices(model)))
     if len(devices) > 1:
         yield f"its parameters are on several devices ({', '.join(devices)})"
     if (reason := why_no_kernels(model.device)) is not None:
@@ -246,10 +247,11 @@ def _arithmetic_reasons(model: Any) -> Iterator[str]:
 
 def _state_reasons(model: PreTrainedModel) -> Iterator[str]:
     """What may differ from layer to layer of one model."""
+    dtype = model.dtype
     for name, bypassed, (expected, _) in _bypassed(model):
         module: Any = bypassed
         # Of another dtype than the states, a norm's weight would change the dtype of everything after it.
-        if expected.endswith("RMSNorm") and module.weight.dtype != model.dtype:
-            yield f"`{name}` has weights of {module.weight.dtype}, but the model is {model.dtype}"
+        if expected.endswith("RMSNorm") and module.weight.dtype != dtype:
+            yield f"`{name}` has weights of {module.weight.dtype}, but the model is {dtype}"
         if expected.endswith("Attention") and module.training and module.attention_dropout:
             yield "it is in training, with attention dropout; call model.eval()"

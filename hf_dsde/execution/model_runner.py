@@ -31,6 +31,7 @@ from hf_dsde.execution.recorded_chain import Chain, DraftedChain
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span, similar_counts
 from hf_dsde.execution.torch_modes import Autocast
+from hf_dsde.utils.modules import parameter_devices
 from hf_dsde.utils.transfers import upload
 from hf_dsde.utils.tuning import tuning_of
 
@@ -55,7 +56,7 @@ def next_multiple(size: int, step: int) -> int:
 
 def single_device(model: PreTrainedModel) -> torch.device | None:
     """Return the device of all parameters; None when there are several, or weights are offloaded."""
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = parameter_devices(model)
     device = devices.pop()
     return None if devices or device.type == "meta" else device
 

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_dsde import compat
 from hf_dsde.execution.torch_modes import Autocast
+from hf_dsde.utils.modules import modules_of
 
 QUANTISERS = frozenset({"bitsandbytes", "compressed_tensors", "gptqmodel", "hqq", "optimum", "torchao"})
 """Packages of modules with quantised weights; `optimum` is that of quanto."""
@@ -107,8 +108,8 @@ def is_compiled(model: nn.Module) -> bool:
     return any(
         module._compiled_call_impl is not None
         or isinstance(module, torch._dynamo.OptimizedModule)
-        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-        for module, _ in _modules(model)
+        or ("forward" in vars(module) and hasattr(module.forward, "_torchdynamo_orig_callable"))
+        for module in modules_of(model)
     )
 
 

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from hf_dsde.utils.modules import named_modules
+
 RANDOM_WORDS = ("drop", "jitter", "noise")
 """What modules of transformers and PEFT call the rates of what is random in training, where these are attributes."""
 
@@ -17,7 +19,7 @@ def acts_in_training(model: nn.Module) -> str | None:
 
     Trainers leave a model in training mode while it generates. Without dropout its passes are the same.
     """
-    return next((found for name, module in model.named_modules() for found in _acting(name, module)), None)
+    return next((found for name, module in named_modules(model) for found in _acting(name, module)), None)
 
 
 def _acting(name: str, module: nn.Module) -> Iterator[str]:

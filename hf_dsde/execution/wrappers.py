@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_dsde import compat
+from hf_dsde.utils.modules import modules_of
 
 INPUT_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
 """Methods by which a model decides what plain decoding feeds it. The loop does not call them."""
@@ -159,7 +160,7 @@ def may_depend_on_rows(model: PreTrainedModel) -> bool:
 
 def _hooks(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, Callable[..., Any]]]:
     """Yield the hooks of forward passes, but for those that do nothing there."""
-    for module in model.modules():
+    for module in modules_of(model):
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not compat.leaves_arithmetic_alone(hook):
                 yield module, hook

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import prompts_of, store_texts
 from tiny_models import FAMILIES, VOCABULARY, ragged_batch, tiny_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_dsde.decoding.sequences import SequenceBatch
@@ -210,8 +211,10 @@ def test_hybrid_models_have_a_mask_per_kind() -> None:
     [(["cuda:1", "cuda:1"], "cuda:1"), (["cuda:0", "cuda:1"], None), (["meta", "meta"], None), (["cpu"], "cpu")],
 )
 def test_layers_on_several_devices_and_offloaded_ones_are_noticed(places: list[str], expected: str | None) -> None:
-    parameters = [SimpleNamespace(device=torch.device(place)) for place in places]
-    assert single_device(SimpleNamespace(parameters=lambda: parameters)) == (expected and torch.device(expected))
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in places))
+    for layer, place in zip(model, places, strict=True):
+        layer._parameters.update(weight=SimpleNamespace(device=torch.device(place)), bias=None)
+    assert single_device(model) == (expected and torch.device(expected))
 
 
 def test_the_columns_to_keep_are_the_last_ones() -> None:
