@@ -18,7 +18,6 @@ from transformers.generation import logits_process
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
-
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument of `forward`, newest first: `cache` since 5.24, `past_key_values` before."""
 
