@@ -81,8 +81,11 @@ $(TRITON)/.installed: Makefile $(VENV)/.installed
 	$(PIP_INSTALL) --no-deps --target $(TRITON) triton==$(TRITON_VERSION)
 	@touch $@
 
+# Triton decides at its import whether it interprets, so that what is interpreted and what is compiled run apart.
 test-kernels: $(TRITON)/.installed
+	PYTHONPATH=$(abspath $(TRITON)) TRITON_INTERPRET=1 $(PYTEST) $(wildcard tests/kernels/interpreted_*.py) $(PYTEST_ARGS)
 	PYTHONPATH=$(abspath $(TRITON)) $(PYTEST) tests/kernels/test_kernels.py $(PYTEST_ARGS)
+
 
 quality: venv
 	$(BIN)/ruff check .
