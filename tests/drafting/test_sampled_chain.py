@@ -285,6 +285,7 @@ def test_two_temperatures_in_turn_each_have_their_law(recording: list[NotingCapt
     assert seen.by_step == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("recording")
 def test_few_temperatures_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = PAIRS["model"](endless_model())
@@ -516,6 +517,7 @@ def test_nothing_changes_where_nothing_is_recorded(seen: Seen) -> None:
     assert not any(seen.chains)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("recording")
 def test_a_step_that_draws_launches_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers and a copy of its probabilities, and a replay, which is not counted."""
