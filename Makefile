@@ -64,12 +64,13 @@ WITHOUT_TRANSFORMERS := $(filter-out tests/policies/test_confidence.py,$(wildcar
 	$(patsubst %,tests/bench/test_%.py,bench_view results workloads) \
 	$(patsubst %,tests/batch/test_%.py,bad_rows batch_cli data_sets input_rows map_cache \
 	memory_plan out_of_memory output output_on_disk prefetch row_results) \
-	tests/kernels/test_kernels.py \
-	$(patsubst %,tests/test_%.py,config evaluate_modules live_plots performance_report signals train_head_example \
-	train_head_stages tuning) \
+	tests/cli \
+	$(patsubst %,tests/kernels/test_%.py,kernels kernels_gpu) \
+	$(patsubst %,tests/test_%.py,config evaluate_modules imports live_plots lossy_benchmark performance_report \
+	rollouts_benchmark signals structure train_head_example train_head_stages tuning) \
 	$(patsubst %,tests/execution/test_%.py,cuda_graphs row_block) \
-	$(patsubst %,tests/decoding/test_%.py,run_ahead_plain sampling_law transfers verification) \
-	$(patsubst %,tests/drafting/test_%.py,chain launches text_index) \
+	$(patsubst %,tests/decoding/test_%.py,lossy_rules round_plan run_ahead_plain sampling_law transfers verification) \
+	$(patsubst %,tests/drafting/test_%.py,chain choice hybrid hybrid_calls launches text_index) \
 	$(patsubst %,tests/measurement/test_%.py,clock costs learnt_draft_costs speculation_cost statistics)
 
 test-oldest: $(OLDEST)/.installed
@@ -81,8 +82,11 @@ $(TRITON)/.installed: Makefile $(VENV)/.installed
 	$(PIP_INSTALL) --no-deps --target $(TRITON) triton==$(TRITON_VERSION)
 	@touch $@
 
+# Triton decides at its import whether it interprets, so that what is interpreted and what is compiled run apart.
 test-kernels: $(TRITON)/.installed
+	PYTHONPATH=$(abspath $(TRITON)) TRITON_INTERPRET=1 $(PYTEST) $(wildcard tests/kernels/interpreted_*.py) $(PYTEST_ARGS)
 	PYTHONPATH=$(abspath $(TRITON)) $(PYTEST) tests/kernels/test_kernels.py $(PYTEST_ARGS)
+
 
 quality: venv
 	$(BIN)/ruff check .

@@ -53,7 +53,7 @@ class _Notes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.numbers: dict[int, int] = {}
         self._next = count()
         self._kept: list[Any] = []  # no id may be used twice
@@ -71,7 +71,8 @@ class _Notes(TorchDispatchMode):
             if isinstance(output, Tensor):
                 self.numbers[id(output)] = next(self._next)
         self._kept.append((args, kwargs, result))
-        self.calls.append((func, *noted, [self.numbers.get(id(output)) for output in outputs]))
+        numbers = [self.numbers.get(id(output)) for output in outputs]
+        self.calls.append((func, *noted, numbers if isinstance(result, list | tuple) else numbers[0]))
         return result
 
     def _note(self, value: Any) -> Any:
@@ -88,9 +89,12 @@ class _Notes(TorchDispatchMode):
 
 
 class _Call:
-    """One noted operation. Which of its arguments are tensors is found out once and not in every replay."""
+    """One noted operation. Which of its arguments are tensors is found out once and not in every replay.
 
-    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], numbers: list[Any]) -> None:
+    `numbers` are those of the tensors that it makes; a list of them where the operation gives several.
+    """
+
+    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], numbers: Any) -> None:
         self._func, self._numbers = func, numbers
         self._args, self._kwargs = list(args), dict(kwargs)
         self._places: list[tuple[Any, Any, Any]] = [
@@ -102,9 +106,13 @@ class _Call:
 
     def __call__(self, made: dict[int, Tensor]) -> None:
         for values, key, place in self._places:
-            values[key] = _find(place, made)
+            # Most often, which is why it comes first.
+            values[key] = made[place.number] if type(place) is _Result else _find(place, made)
         output = self._func(*self._args, **self._kwargs)
-        made.update({n: out for n, out in zip(self._numbers, _leaves(output), strict=True) if n is not None})
+        if isinstance(self._numbers, list):
+            made.update({n: out for n, out in zip(self._numbers, _leaves(output), strict=True) if n is not None})
+        elif self._numbers is not None:
+            made[self._numbers] = output
         for values, key, place in self._places:
             values[key] = place  # a replay keeps no tensor
 

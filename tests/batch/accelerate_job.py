@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from forks import exit_code, in_fork
-from resumed_job import OFTEN, generator, is_running, pause, prompts, rows_on_disk
+from resumed_job import OFTEN, generator, is_running, prompts, rows_on_disk, slowly
 
 from hf_dsde.batch import job
 from hf_dsde.batch.generator import BatchGenerator
@@ -67,7 +67,7 @@ def launch(work: Callable[[], None], processes: int) -> list[int]:
 
 def killed_once(made: BatchGenerator, path: Path, victim: int, again: int) -> dict[str, object]:
     """Kill one of two processes in the middle, then the other as a launcher would, and run the job again."""
-    processes = launch(lambda: run(made, path), 2)
+    processes = launch(lambda: run(slowly(made), path), 2)
     deadline = time.monotonic() + PATIENCE
     while rows_on_disk(path) < 4 and all(map(is_running, processes)) and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -84,7 +84,6 @@ def main() -> None:
     """See the top of the file."""
     torch.set_num_threads(1)
     made, folder = generator(), Path(sys.argv[1])
-    pause(made)
     job.WRITE_SECONDS = OFTEN
     if "RANK" in os.environ:
         run(made, folder / "launched.jsonl")

@@ -34,7 +34,8 @@ ROWS = 96
 BATCH_SIZE = 3
 NEW_TOKENS = 5
 PAUSE = 0.01
-"""Seconds by which each pass of the target is prolonged, so that no machine is through before it is killed."""
+"""Seconds by which each pass of the target is prolonged in a job that is to be killed, so that no machine is through
+before."""
 LATEST_KILL = 0.03
 PATIENCE = 60.0
 """Seconds that an attempt may take before something is wrong with it."""
@@ -68,9 +69,10 @@ def generator(**changes: Any) -> BatchGenerator:
     return BatchGenerator(pair.target, pair.tokenizer, assistant_model=pair.draft, **settings)
 
 
-def pause(made: BatchGenerator) -> None:
-    """Prolong each pass of the target by `PAUSE`."""
+def slowly(made: BatchGenerator) -> BatchGenerator:
+    """Prolong each pass of the target by `PAUSE`, in this process."""
     watch(made._model, RuntimeError, lambda *_: bool(time.sleep(PAUSE)))
+    return made
 
 
 def rows_on_disk(path: Path) -> int:
@@ -104,7 +106,7 @@ def scenario(
     rows, rng, path = prompts(count), random.Random(0), folder / f"out{suffix}"
     codes, done = [], []
     for results in kills:
-        process = in_fork(lambda: made.run(rows, path))
+        process = in_fork(lambda: slowly(made).run(rows, path))
         kill(process, path, results, rng.uniform(0.0, LATEST_KILL))
         codes.append(exit_code(process))
         done.append(rows_on_disk(path))
@@ -118,7 +120,6 @@ def main() -> None:
     """See the top of the file."""
     torch.set_num_threads(1)
     made, folder = generator(), Path(sys.argv[1])
-    pause(made)
     # What a job imports when it needs it, once and not in every fork: `datasets`, and pandas, which pyarrow imports.
     made.identity  # noqa: B018
     pa.Table.from_pylist([{"index": 0}])

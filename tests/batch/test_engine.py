@@ -123,7 +123,10 @@ def test_every_family(family: str) -> None:
     check(pair, pair.engine("dsde", rows=3), MIXED)
 
 
-@pytest.mark.parametrize("policy", hf_dsde.available_policies())
+POLICIES = [pytest.param(name, marks=[pytest.mark.slow] * (name != "dsde")) for name in hf_dsde.available_policies()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy(policy: str) -> None:
     pair = Pair.of()
     check(pair, pair.engine(policy), MIXED, eos_token_id=[EOS, 40])

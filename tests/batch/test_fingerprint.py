@@ -341,6 +341,7 @@ def test_datasets_hash_is_the_identity_s_alone_and_pickles_no_model(generators):
     assert one.fingerprint == fingerprint(one.identity)
 
 
+@pytest.mark.slow
 def test_map_reuses_results_of_the_same_generator_in_a_fresh_process_and_of_no_other(generators, tmp_path):
     _rows().save_to_disk(tmp_path / "rows")
     (tmp_path / "mapping.py").write_text(MAPPING)

@@ -61,7 +61,10 @@ def test_every_target(family: str, overlapping: bool, monkeypatch: pytest.Monkey
     compared(target, head, ragged_batch([1, 6, 11]), RandomLengths(5, stop_probability=0.1), max_new_tokens=20)
 
 
-@pytest.mark.parametrize("policy", hf_dsde.available_policies())
+POLICIES = [pytest.param(name, marks=[pytest.mark.slow] * (name != "dsde")) for name in hf_dsde.available_policies()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy(policy: str) -> None:
     target, head = agreeing_pair()
     output = compared(target, head, ragged_batch([1, 8, 3]), policy, max_new_tokens=30)
@@ -308,7 +311,7 @@ def held() -> tuple[int, int]:
     return sum(sizes.values()), len(gc.get_objects())
 
 
-@pytest.mark.parametrize("kind", ["generate", "refilled"])
+@pytest.mark.parametrize("kind", ["generate", pytest.param("refilled", marks=pytest.mark.slow)])
 def test_calls_leave_nothing(kind: str) -> None:
     """`benchmarks/head_memory.py` makes hundreds."""
     target, head = pair(draft_vocabulary=70)

@@ -1,4 +1,4 @@
-"""The kernels under Triton's interpreter, on a CPU: `test_kernels.py` runs this file in a process that interprets.
+"""The kernels under Triton's interpreter, on a CPU: `make test-kernels` runs this file in processes that interpret.
 
 The interpreter takes products of bfloat16 matrices for products of integers and cuts where a GPU rounds, so that
 attention is tested in float32 and float16 here, and bfloat16 in `test_kernels_gpu.py`.
@@ -78,23 +78,24 @@ def test_attention_is_that_of_the_definition(case, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "splits"),
+    ("name", "splits", "heads"),
     [
-        ("long and short", 1),
-        ("long and short", 8),
-        ("window over several blocks", 2),
-        ("window over several blocks", 8),
-        ("window and padding", 1),
-        ("packed", 2),
-        ("trees", 2),
-        ("trees and padding in front", 1),
-        ("trees in a window", 2),
-        ("trees in a window over several blocks", 8),
+        ("long and short", 1, 3),
+        ("long and short", 8, 3),
+        ("window over several blocks", 2, 3),
+        ("window over several blocks", 8, 6),
+        ("window and padding", 1, 6),
+        ("packed", 2, 6),
+        ("trees", 2, 3),
+        ("trees and padding in front", 1, 6),
+        ("trees in a window", 2, 3),
+        ("trees in a window over several blocks", 8, 3),
     ],
 )
-def test_every_launch_gives_the_same(name, splits, monkeypatch):
+def test_every_launch_gives_the_same(name, splits, heads, monkeypatch):
+    """Three heads share a key-value head. Where there is one, programs of a second one would do the same elsewhere."""
     monkeypatch.setattr(attention_kernel, "FEWEST_SLOTS", 32)
-    given = make_attention(ATTENTION_CASES[name], torch.float32)
+    given = make_attention(replace(ATTENTION_CASES[name], heads=heads, kv_heads=heads // 3), torch.float32)
     expected = slow_attention(given)
     for block_m, block_n in ((16, 16), (32, 64)):
         out = run(given, plan_for(given, block_m, block_n, splits))
