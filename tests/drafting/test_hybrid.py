@@ -24,7 +24,7 @@ from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.decoding.plan import RoundKind, RoundPlan, next_plan
 from hf_dsde.decoding.run_ahead import RunAhead
 from hf_dsde.decoding.stop_flag import StopFlag
-from hf_dsde.drafting import chain
+from hf_dsde.drafting import cached_model
 from hf_dsde.drafting import hybrid as hybrids
 from hf_dsde.drafting.chain import ChainDrafter
 from hf_dsde.drafting.choice import Choice, Offer
@@ -194,8 +194,8 @@ def test_a_model_that_sat_out_drafts_as_if_it_had_read_all(
     """
     monkeypatch.setattr(run_ahead, "overlaps", lambda device: overlapping)
     if large:
-        tuning = replace(chain.tuning_of(torch.device("cpu")), wide_pass_tokens=1, long_gap=2)
-        monkeypatch.setattr(chain, "tuning_of", lambda device: tuning)
+        tuning = replace(cached_model.tuning_of(torch.device("cpu")), wide_pass_tokens=1, long_gap=2)
+        monkeypatch.setattr(cached_model, "tuning_of", lambda device: tuning)
     target, draft = pair()
     draft = draft if kind == "model" else fitted_head(target)
     inputs = ragged_batch([2, 9, 4, 6])
