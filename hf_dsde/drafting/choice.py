@@ -132,10 +132,15 @@ class RunningAcceptance:
 
     def learn(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from what a model has drafted in a round; 0 for rows that it did not draft for."""
-        judged = [min(stand + 1, n) for n, stand in zip(drafted, accepted, strict=True)]
-        self._batch.add(sum(accepted), sum(judged), BATCH_TOKENS)
-        for row, stand, n in zip(self._rows, accepted, judged, strict=True):
-            row.add(stand, n, ROW_TOKENS)
+        all_accepted = all_judged = 0
+        for row, n in enumerate(drafted):
+            if n:
+                stand = accepted[row]
+                judged = stand + 1 if stand < n else n
+                all_accepted, all_judged = all_accepted + stand, all_judged + judged
+                self._rows[row].add(stand, judged, ROW_TOKENS)
+        if all_judged:
+            self._batch.add(all_accepted, all_judged, BATCH_TOKENS)
 
     def forget(self) -> None:
         """Trust less in what is known of the batch, after a round in which the model was not asked."""
@@ -149,7 +154,9 @@ class RunningAcceptance:
 
 def model_offer(tokens: int, acceptance: float) -> Offer:
     """What a model offers that drafts `tokens`, each accepted with the same probability: `a + a^2 + ... + a^tokens`."""
-    return Offer(tokens, sum(acceptance**depth for depth in range(1, tokens + 1)))
+    if acceptance >= 1.0:
+        return Offer(tokens, float(tokens))
+    return Offer(tokens, acceptance * (1.0 - acceptance**tokens) / (1.0 - acceptance))
 
 
 @lru_cache(4096)
@@ -244,13 +251,25 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices) 
         texts: What the texts offer, likewise.
         prices: Of the batch.
     """
+    if not any(offer.tokens for offer in texts):
+        return unopposed([offer.tokens for offer in model], prices)
     steps = max(offer.tokens for offer in model)
     both = with_texts(model, texts, prices, steps, steps)
-    if any(offer.tokens for offer in texts):
-        alone = with_texts([Offer()] * len(model), texts, prices, 0, 0)
-        if alone.rows and alone.pace.rate > both.pace.rate:
-            return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds)
+    alone = with_texts([Offer()] * len(model), texts, prices, 0, 0)
+    if alone.rows and alone.pace.rate > both.pace.rate:
+        return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds)
     return Choice(both.rows, True, both.pace.saved(both.without), both.without.seconds)
+
+
+def unopposed(model: Sequence[int], prices: RoundPrices) -> Choice:
+    """Return the choice where texts have nothing to offer: the model does what the policy wants.
+
+    Args:
+        model: Tokens that it drafts for each row that goes on.
+        prices: Of the batch.
+    """
+    steps = max(model)
+    return Choice(frozenset(), True, 0.0, prices.seconds(steps, len(model) + sum(model), steps))
 
 
 def with_texts(

@@ -18,7 +18,7 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.drafting.chain import ChainDrafter
-from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, RunningAcceptance, choose, model_offer
+from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, RunningAcceptance, choose, model_offer, unopposed
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.execution.cuda_graphs import RecordingCosts
@@ -69,11 +69,13 @@ class HybridDrafter(Drafter):
         """Choose who drafts for each row; return how much."""
         assert costs is not None
         wanted = self.model.allot(wanted, most, costs)
-        acceptance = self._acceptance.of_rows()
-        offers = [model_offer(n, a) for n, a, bound in zip(wanted, acceptance, most, strict=True) if bound]
 
         def judge(texts: Sequence[Offer], prices: RoundPrices) -> Choice:
-            return choose(offers, texts, prices)
+            going_on = [row for row, bound in enumerate(most) if bound]
+            if not any(text.tokens for text in texts):  # as in most rounds of most texts; offers would say the same
+                return unopposed([wanted[row] for row in going_on], prices)
+            acceptance = self._acceptance.of_rows()
+            return choose([model_offer(wanted[row], acceptance[row]) for row in going_on], texts, prices)
 
         self._drafts, choice = self.text.look(most, most, costs, judge, max(wanted))
         if choice is not None and not choice.model:
