@@ -81,12 +81,14 @@ class Choice(NamedTuple):
         model: Whether the model drafts for the others.
         saved: Seconds that the texts' drafts save; what it took to find them is not taken off.
         otherwise: Seconds of a round without them.
+        usual: Tokens that such a round brings a row; of no interest where no row takes the text's draft.
     """
 
     texts: frozenset[int]
     model: bool
     saved: float = 0.0
     otherwise: float = math.inf
+    usual: float = 1.0
 
 
 @dataclass
@@ -119,10 +121,12 @@ class RunningAcceptance:
     def __init__(self, rows: int) -> None:
         self._batch = RunningShare()
         self._rows = [RunningShare() for _ in range(rows)]
+        self._waiting: list[tuple[Sequence[int], Sequence[int]]] = []
 
     @property
     def batch(self) -> float:
         """That of the batch."""
+        self.settle()
         return self._batch.after(FIRST_ACCEPTANCE, FIRST_TOKENS)
 
     def of_rows(self) -> list[float]:
@@ -131,23 +135,26 @@ class RunningAcceptance:
         return [row.after(batch, ROW_PRIOR) for row in self._rows]
 
     def learn(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn from what a model has drafted in a round; 0 for rows that it did not draft for."""
-        all_accepted = all_judged = 0
-        for row, n in enumerate(drafted):
-            if n:
-                stand = accepted[row]
-                judged = stand + 1 if stand < n else n
-                all_accepted, all_judged = all_accepted + stand, all_judged + judged
-                self._rows[row].add(stand, judged, ROW_TOKENS)
-        if all_judged:
-            self._batch.add(all_accepted, all_judged, BATCH_TOKENS)
+        """Take note of what a model has drafted in a round; 0 for rows that it did not draft for."""
+        self._waiting.append((drafted, accepted))
+
+    def settle(self) -> None:
+        """Learn from what was noted. Whoever asks need not call it; whoever has time may."""
+        for drafted, accepted in self._waiting:
+            judged = [min(stand + 1, n) for n, stand in zip(drafted, accepted, strict=True)]
+            self._batch.add(sum(accepted), sum(judged), BATCH_TOKENS)
+            for row, stand, n in zip(self._rows, accepted, judged, strict=True):
+                row.add(stand, n, ROW_TOKENS)
+        self._waiting.clear()
 
     def forget(self) -> None:
         """Trust less in what is known of the batch, after a round in which the model was not asked."""
+        self.settle()
         self._batch = RunningShare(FORGETTING * self._batch.accepted, FORGETTING * self._batch.judged)
 
     def begin(self, rows: Sequence[int]) -> None:
         """Let rows begin other texts."""
+        self.settle()
         for row in rows:
             self._rows[row] = RunningShare()
 
@@ -255,10 +262,11 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices) 
         return unopposed([offer.tokens for offer in model], prices)
     steps = max(offer.tokens for offer in model)
     both = with_texts(model, texts, prices, steps, steps)
+    usual = both.without.rate * both.without.seconds / len(model)
     alone = with_texts([Offer()] * len(model), texts, prices, 0, 0)
     if alone.rows and alone.pace.rate > both.pace.rate:
-        return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds)
-    return Choice(both.rows, True, both.pace.saved(both.without), both.without.seconds)
+        return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds, usual)
+    return Choice(both.rows, True, both.pace.saved(both.without), both.without.seconds, usual if both.rows else 1.0)
 
 
 def unopposed(model: Sequence[int], prices: RoundPrices) -> Choice:

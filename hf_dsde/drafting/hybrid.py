@@ -93,6 +93,9 @@ class HybridDrafter(Drafter):
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
     ) -> CandidateBatch:
         """Take the texts' drafts, and let the model draft for the other rows, if there are any that may."""
+        if not any(draft.tokens for draft in self._drafts):
+            self._drafted, self.model.others_width = (), 0
+            return self.model.get_candidates(sequences, plan, monitor)
         self._drafted = [draft if n else NOTHING for draft, n in zip(self._drafts, plan.length_counts, strict=True)]
         copied = [bool(draft.tokens) for draft in self._drafted]
         counts = [0 if taken else n for n, taken in zip(plan.length_counts, copied, strict=True)]
@@ -114,10 +117,14 @@ class HybridDrafter(Drafter):
         self, sequences: SequenceBatch, scores: Tensor, num_matches: Sequence[int], drafted: Sequence[int]
     ) -> None:
         """Tell each what became of its own drafts."""
-        texts = self._drafted or [NOTHING] * len(drafted)
+        texts = self._drafted
         self._drafted = ()
+        self.text.judge(texts or [NOTHING] * len(drafted), num_matches)
+        if not texts:
+            self._acceptance.learn(drafted, num_matches)
+            self.model.update_candidate_strategy(sequences, scores, num_matches, drafted)
+            return
         own = [not draft.tokens for draft in texts]
-        self.text.judge(texts, num_matches)
         matches = [n * mine for n, mine in zip(num_matches, own, strict=True)]
         counts = [n * mine for n, mine in zip(drafted, own, strict=True)]
         self._acceptance.learn(counts, matches)
@@ -140,6 +147,7 @@ class HybridDrafter(Drafter):
 
     def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
         """Use the host's time for the texts, and stage the model's step if it has drafted in this round."""
+        self._acceptance.settle()
         self.text.stage_next(going_on, longest)
         return self.model.stage_next(going_on, longest)
 

@@ -137,9 +137,8 @@ class TextIndex:
         found: list[tuple[int, _Places]] = []
         if longest < least:
             return found
-        held, first = self._tokens, self._learnt - self._shift
-        if first < len(held) - 2 and end[-1] in held[first:-2]:
-            self.learn()  # no context of this end leads to any other token
+        if self._ends_in_new_tokens(end, least):
+            self.learn()  # no context that is wanted leads to any other of them
         below = self._root.before.get(end[-1])
         length = 1
         while isinstance(below, _Branch):
@@ -153,6 +152,16 @@ class TextIndex:
             return found
         self._compare([below] if isinstance(below, int) else below[-OCCURRENCES:], end, longest, least, found)
         return found
+
+    def _ends_in_new_tokens(self, end: Sequence[int], least: int) -> bool:
+        """Whether the end, or its last two tokens where longer contexts are wanted, stand where nothing leads to yet."""
+        held, first = self._tokens, self._learnt - self._shift
+        if first >= len(held) - 2 or end[-1] not in held[first:-2]:
+            return False
+        if least == 1:
+            return True
+        before, last = end[-2:]
+        return any(held[at] == last and held[at - 1] == before for at in range(first, len(held) - 2))
 
     def _compare(
         self, places: _Places, end: Sequence[int], longest: int, least: int, found: list[tuple[int, _Places]]

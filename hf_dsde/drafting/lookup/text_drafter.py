@@ -9,7 +9,6 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -48,8 +47,17 @@ READ_BESIDE = 256
 """Tokens of texts that are read beside one pass of the target: at most a millisecond's work."""
 LONGEST_CLASS = 5
 """Agreements are told apart by the binary digits of their lengths: none, 1, 2 to 3, 4 to 7, 8 to 15, and longer ones."""
-CLASS_PROMISE = 64.0
+CLASS_PROMISE = 16.0
 """Promised tokens of a class of agreements up to which all classes together say more of it than itself."""
+DEAR_COLUMN = 0.25
+"""Share of a plain round that a further column of all rows takes at least where it counts who is behind: a token more
+of a row that is ahead brings no more than that."""
+AHEAD = 16
+"""Tokens that a row has to have more than the one that has fewest to be ahead of it."""
+FIRST_PACE = 2.0
+"""Tokens by which the rows that are behind are thought to get on in a round with drafts, before any was seen, ..."""
+PACE_RATE = 0.2
+"""... and the weight of a new round in that."""
 NO_OFFER = Offer()
 
 
@@ -102,10 +110,10 @@ class TextDrafter(Drafter, Generic[Text]):
         """The same by `match_class`: of a proposal, `trusts[class] * score` tokens stand in the mean.
 
         In answers of a small model, a third of what agreements of one token promise stands, half of it after 2 to 7
-        tokens, and four fifths after more. Of a class of which little was seen, `trust` is thought.
+        tokens, and four fifths after more. Of a class of which little was seen, `trust` is thought. None is above 1.
         """
         prior = CLASS_PROMISE * self.trust
-        return [(kept + prior) / (promised + CLASS_PROMISE) for promised, kept in self._by_class]
+        return [min((kept + prior) / (promised + CLASS_PROMISE), 1.0) for promised, kept in self._by_class]
 
     def start(self, call: DraftCall) -> None:
         """Forget the rows of an earlier call."""
@@ -118,6 +126,10 @@ class TextDrafter(Drafter, Generic[Text]):
         self._padded = call.target is not None and not call.target.packs  # and whether each has the longest's columns
         self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
+        self._refilled = False  # whether rows that have ended make place for other texts
+        self._fewest: int | None = None  # tokens of the row that has fewest, if it counts who is behind, ...
+        self._ran = False  # whether texts have drafted in the last round
+        self._pace = FIRST_PACE  # and by how many they became more in rounds with drafts
         self._looking = 0.0  # seconds of the last look, ...
         self._patience = math.inf  # how many of them a row has that bring nothing, before it is left out, ...
         self._looked: Sequence[int] = ()  # rows that it looked up, of which nothing is known yet, ...
@@ -191,7 +203,8 @@ class TextDrafter(Drafter, Generic[Text]):
         """Return as much of a proposal as an offer takes."""
         if offer.tokens == len(proposal.tokens):
             return proposal
-        return replace(proposal, tokens=proposal.tokens[: offer.tokens], score=offer.gain / self.trusts[match_class(proposal.match)])
+        score = offer.gain / self.trusts[match_class(proposal.match)]
+        return Continuation(proposal.tokens[: offer.tokens], score, proposal.match)
 
     def look(
         self,
@@ -220,11 +233,19 @@ class TextDrafter(Drafter, Generic[Text]):
         """
         drafts = [NOTHING] * len(most)
         overtaken, self._found, self._looked, self._looking = bool(self._found), (), (), 0.0
+        prices = RoundPrices(costs, self._pass_rows, self._padded)
+        self._follow_slowest(most, prices)
         if self._pause and not overtaken:
             self._pause -= 1
             return drafts, None
         self._rests.next_look()
-        self._looked = [row for row, n in enumerate(wanted) if n and most[row] and self._rests.over(row)]
+        counts = self.call.sequences.generated_counts
+        most_known = math.inf if self._fewest is None else self._fewest + AHEAD
+        self._looked = [
+            row
+            for row, n in enumerate(wanted)
+            if n and most[row] and counts[row] <= most_known and self._rests.over(row)
+        ]
         if not self._looked:
             return drafts, None
         asked = [0] * len(most)
@@ -233,7 +254,6 @@ class TextDrafter(Drafter, Generic[Text]):
         started = time.perf_counter()
         self.prefill(self._looked)
         begun = time.perf_counter()
-        prices = RoundPrices(costs, self._pass_rows, self._padded)
         self.least_match = self._least_worthwhile(prices)
         proposals = self.propose(self.call.sequences, asked)
         self.least_match = 1
@@ -248,8 +268,28 @@ class TextDrafter(Drafter, Generic[Text]):
         # As long as its looks take, together, less than a token of a row does otherwise.
         look_of_row, token = (ended - begun) / len(self._looked), choice.otherwise / len(going_on)
         self._patience = token / look_of_row if look_of_row else math.inf
-        self._pause = int(max(ended - begun - choice.saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
+        saved = choice.saved
+        if self._fewest is not None:
+            saved = min(saved, max(self._pace / choice.usual - 1, 0.0) * choice.otherwise)
+        self._pause = int(max(ended - begun - saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
         return drafts, choice
+
+    def _follow_slowest(self, most: Sequence[int], prices: RoundPrices) -> None:
+        """Take note of how far the row is that has fewest tokens, where it counts who is behind.
+
+        A batch whose rows make no place for other texts ends with its last row: tokens of those that are ahead of it
+        make later passes smaller, which brings far less than a pass less. That is worth columns where these cost next
+        to nothing. Where they are dear, only rows that are behind are looked up, and drafts save no more time than
+        these get on faster.
+        """
+        plain, wider = (prices.seconds(0, prices.rows * width, width - 1) for width in (1, 2))
+        if self._refilled or prices.padded or wider - plain < DEAR_COLUMN * plain:
+            self._fewest = None
+            return
+        counts, before = self.call.sequences.generated_counts, self._fewest
+        self._fewest = min((counts[row] for row, n in enumerate(most) if n), default=0)
+        if self._ran and before is not None:
+            self._pace += PACE_RATE * (self._fewest - before - self._pace)
 
     def _least_worthwhile(self, prices: RoundPrices) -> int:
         """Return the shortest agreement whose tokens are worth a column, even if all of what it promises were sure."""
@@ -317,7 +357,7 @@ class TextDrafter(Drafter, Generic[Text]):
         for row in self._looked:
             if drafts[row].tokens or row not in found:  # else nobody has tried what was found
                 self._rests.learn(row, accepted[row] if drafts[row].tokens else 0, self._patience)
-        self._looked = ()
+        self._looked, self._ran = (), bool(tried)
         if not tried:
             return
         self._found = ()
@@ -350,6 +390,7 @@ class TextDrafter(Drafter, Generic[Text]):
     def begin_texts(self, rows: Sequence[int]) -> None:
         """Forget the texts that are over."""
         self._rests.begin(rows)
+        self._refilled = True
         for row in rows:
             self._texts[row] = None
 
