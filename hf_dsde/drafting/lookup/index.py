@@ -154,7 +154,7 @@ class TextIndex:
         return found
 
     def _ends_in_new_tokens(self, end: Sequence[int], least: int) -> bool:
-        """Whether the end, or its last two tokens where longer contexts are wanted, stand where nothing leads to yet."""
+        """Whether the end, or its last two tokens if longer contexts are wanted, stand where nothing leads to yet."""
         held, first = self._tokens, self._learnt - self._shift
         if first >= len(held) - 2 or end[-1] not in held[first:-2]:
             return False
@@ -187,9 +187,11 @@ class TextIndex:
             while held[at - length] == end[-1 - length]:
                 length += 1
             lengths.append(length)
-        for length in sorted(set(lengths)):
-            if length >= least:
-                found.append((length, [place for place, most in zip(places, lengths, strict=True) if most >= length]))
+        found.extend(
+            (length, [place for place, most in zip(places, lengths, strict=True) if most >= length])
+            for length in sorted(set(lengths))
+            if length >= least
+        )
 
     def after(self, places: Sequence[int], step: int) -> list[int]:
         """The tokens that stand `step` tokens after some places; `END` where the text has ended by then."""

@@ -9,6 +9,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from statistics import median
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, common_length, shortened, with_texts, worthwhile
-from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
+from hf_dsde.drafting.lookup.continuation import LONGEST_CLASS, NOTHING, Continuation, faded, match_class
 from hf_dsde.drafting.lookup.rests import RowRests
 from hf_dsde.policies import Signal
 
@@ -39,31 +40,22 @@ Text = TypeVar("Text", bound=GrowingText)
 
 FIRST_PROMISE = 16.0
 """Tokens that scores are thought to have promised before anything was verified, half of which stood."""
-LONGEST_PROMISE = 1000.0
-"""Promised tokens that are remembered: what is older counts ever less."""
 LOOKING_SHARE = 0.02
 """Share of the time that looks may take beyond what their drafts save."""
 READ_BESIDE = 256
 """Tokens of texts that are read beside one pass of the target: at most a millisecond's work."""
-LONGEST_CLASS = 5
-"""Agreements are told apart by the binary digits of their lengths: none, 1, 2 to 3, 4 to 7, 8 to 15, and longer ones."""
 CLASS_PROMISE = 16.0
 """Promised tokens of a class of agreements up to which all classes together say more of it than itself."""
 DEAR_COLUMN = 0.25
 """Share of a plain round that a further column of all rows takes at least where it counts who is behind: a token more
 of a row that is ahead brings no more than that."""
-AHEAD = 16
+AHEAD = 32
 """Tokens that a row has to have more than the one that has fewest to be ahead of it."""
-FIRST_PACE = 2.0
-"""Tokens by which the rows that are behind are thought to get on in a round with drafts, before any was seen, ..."""
+FIRST_PACE = 1.5
+"""Tokens that a round with drafts is thought to bring most rows that are behind, before any was seen, ..."""
 PACE_RATE = 0.2
 """... and the weight of a new round in that."""
 NO_OFFER = Offer()
-
-
-def match_class(match: int) -> int:
-    """Return the class of an agreement's length."""
-    return min(match.bit_length(), LONGEST_CLASS)
 
 
 class TextDrafter(Drafter, Generic[Text]):
@@ -127,9 +119,8 @@ class TextDrafter(Drafter, Generic[Text]):
         self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
         self._refilled = False  # whether rows that have ended make place for other texts
-        self._fewest: int | None = None  # tokens of the row that has fewest, if it counts who is behind, ...
-        self._ran = False  # whether texts have drafted in the last round
-        self._pace = FIRST_PACE  # and by how many they became more in rounds with drafts
+        self._behind: set[int] | None = None  # rows that are behind, if that counts, ...
+        self._pace = FIRST_PACE  # and the tokens that a round with drafts out of texts brings most of them
         self._looking = 0.0  # seconds of the last look, ...
         self._patience = math.inf  # how many of them a row has that bring nothing, before it is left out, ...
         self._looked: Sequence[int] = ()  # rows that it looked up, of which nothing is known yet, ...
@@ -234,17 +225,14 @@ class TextDrafter(Drafter, Generic[Text]):
         drafts = [NOTHING] * len(most)
         overtaken, self._found, self._looked, self._looking = bool(self._found), (), (), 0.0
         prices = RoundPrices(costs, self._pass_rows, self._padded)
-        self._follow_slowest(most, prices)
+        self._note_who_is_behind(most, prices)
         if self._pause and not overtaken:
             self._pause -= 1
             return drafts, None
         self._rests.next_look()
-        counts = self.call.sequences.generated_counts
-        most_known = math.inf if self._fewest is None else self._fewest + AHEAD
+        behind = range(len(most)) if self._behind is None else self._behind
         self._looked = [
-            row
-            for row, n in enumerate(wanted)
-            if n and most[row] and counts[row] <= most_known and self._rests.over(row)
+            row for row, n in enumerate(wanted) if n and most[row] and row in behind and self._rests.over(row)
         ]
         if not self._looked:
             return drafts, None
@@ -269,27 +257,27 @@ class TextDrafter(Drafter, Generic[Text]):
         look_of_row, token = (ended - begun) / len(self._looked), choice.otherwise / len(going_on)
         self._patience = token / look_of_row if look_of_row else math.inf
         saved = choice.saved
-        if self._fewest is not None:
+        if self._behind is not None:
             saved = min(saved, max(self._pace / choice.usual - 1, 0.0) * choice.otherwise)
         self._pause = int(max(ended - begun - saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
         return drafts, choice
 
-    def _follow_slowest(self, most: Sequence[int], prices: RoundPrices) -> None:
-        """Take note of how far the row is that has fewest tokens, where it counts who is behind.
+    def _note_who_is_behind(self, most: Sequence[int], prices: RoundPrices) -> None:
+        """Take note of the rows that are behind, where that counts.
 
         A batch whose rows make no place for other texts ends with its last row: tokens of those that are ahead of it
         make later passes smaller, which brings far less than a pass less. That is worth columns where these cost next
         to nothing. Where they are dear, only rows that are behind are looked up, and drafts save no more time than
-        these get on faster.
+        these get on faster: by their median, since a few rows that repeat themselves do not wait for the others.
         """
         plain, wider = (prices.seconds(0, prices.rows * width, width - 1) for width in (1, 2))
         if self._refilled or prices.padded or wider - plain < DEAR_COLUMN * plain:
-            self._fewest = None
+            self._behind = None
             return
-        counts, before = self.call.sequences.generated_counts, self._fewest
-        self._fewest = min((counts[row] for row, n in enumerate(most) if n), default=0)
-        if self._ran and before is not None:
-            self._pace += PACE_RATE * (self._fewest - before - self._pace)
+        counts = self.call.sequences.generated_counts
+        going_on = [row for row, n in enumerate(most) if n]
+        bound = AHEAD + min((counts[row] for row in going_on), default=0)
+        self._behind = {row for row in going_on if counts[row] <= bound}
 
     def _least_worthwhile(self, prices: RoundPrices) -> int:
         """Return the shortest agreement whose tokens are worth a column, even if all of what it promises were sure."""
@@ -357,9 +345,11 @@ class TextDrafter(Drafter, Generic[Text]):
         for row in self._looked:
             if drafts[row].tokens or row not in found:  # else nobody has tried what was found
                 self._rests.learn(row, accepted[row] if drafts[row].tokens else 0, self._patience)
-        self._looked, self._ran = (), bool(tried)
+        self._looked = ()
         if not tried:
             return
+        if self._behind:
+            self._pace += PACE_RATE * (1 + median(accepted[row] for row in self._behind) - self._pace)
         self._found = ()
         by_class = list(self._by_class)
         kept = promised = 0.0
@@ -367,8 +357,8 @@ class TextDrafter(Drafter, Generic[Text]):
             score, stand, of = drafts[row].score, accepted[row], match_class(drafts[row].match)
             promised, kept = promised + score, kept + stand
             by_class[of] = by_class[of][0] + score, by_class[of][1] + stand
-        self._promised, self._kept = _faded(self._promised + promised, self._kept + kept)
-        self._by_class = [_faded(*counts) for counts in by_class]
+        self._promised, self._kept = faded(self._promised + promised, self._kept + kept)
+        self._by_class = [faded(*counts) for counts in by_class]
 
     def _read(self, row: int) -> Text:
         """Show a row's new tokens to what is kept of its text."""
@@ -404,9 +394,3 @@ class TextDrafter(Drafter, Generic[Text]):
         """Let go of all texts."""
         self._texts, self._allotted = [], None
         del self.call
-
-
-def _faded(promised: float, kept: float) -> tuple[float, float]:
-    """Let what was seen count for no more than `LONGEST_PROMISE` promised tokens."""
-    share = min(1.0, LONGEST_PROMISE / promised) if promised else 1.0
-    return share * promised, share * kept
