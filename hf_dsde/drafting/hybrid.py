@@ -32,9 +32,9 @@ class HybridDrafter(Drafter):
     A text's draft is as long as the text makes likely and its columns are worth, up to `max_draft_length` tokens,
     whatever the policy says (`choice.worthwhile`); the policy decides what the model drafts. A text promises
     `trusts[...] * score` tokens, and the model `a + a^2 + ... + a^k` of the `k` that the policy lets it draft, with
-    the row's running acceptance `a`. `choice.choose` weighs both against the measured seconds of passes: the columns of the
-    target's pass, and the draft steps, which the rows share. If the rows that are left are not worth the steps, the
-    model sits the round out.
+    the row's running acceptance `a`. `choice.choose` weighs both against the measured seconds of passes: the columns
+    of the target's pass, and the draft steps, which the rows share. If the rows that are left are not worth the steps,
+    the model sits the round out.
     A row that drafts out of texts takes part in no draft step; the model reads what it missed when it next drafts.
 
     Policies and listeners see the model's drafts alone: rows with a text's draft are rows that drafted nothing.
