@@ -20,6 +20,8 @@ OCCURRENCES = 16
 """Places of a context that count, the newest ones."""
 DEPTH = 32
 """Tokens of a context that are compared. Whoever agrees in as many agrees enough, whatever came before."""
+SHALLOW = 4
+"""Tokens that are compared one by one; places that agree in as many often agree in all."""
 END = -1
 """Stands between texts: no token is equal to it."""
 
@@ -166,7 +168,7 @@ class TextIndex:
     def _compare(
         self, places: _Places, end: Sequence[int], longest: int, least: int, found: list[tuple[int, _Places]]
     ) -> None:
-        """Add the contexts of places that are not divided: the lengths up to which each of them agrees.
+        """Add the contexts of places that are not divided: they are compared token by token.
 
         Args:
             places: Which.
@@ -175,23 +177,29 @@ class TextIndex:
             least: As for `contexts`.
             found: Is added to.
         """
-        held, shift = self._tokens, self._shift
-        whole = list(end[-longest:])
-        lengths = []
-        for place in places:
-            at = place - shift
-            if at + 1 >= longest and held[at + 1 - longest : at + 1] == whole:
-                lengths.append(longest)
-                continue
-            length = 1
-            while held[at - length] == end[-1 - length]:
-                length += 1
-            lengths.append(length)
-        found.extend(
-            (length, [place for place, most in zip(places, lengths, strict=True) if most >= length])
-            for length in sorted(set(lengths))
-            if length >= least
-        )
+        held, shift, length = self._tokens, self._shift, 1
+        while length < longest and len(places) > 1:
+            token, back = end[-1 - length], length + shift
+            agreeing = [place for place in places if held[place - back] == token]
+            if len(agreeing) != len(places):
+                if length >= least:
+                    found.append((length, places))
+                if not agreeing:
+                    return
+                places = agreeing
+            length += 1
+            if length == SHALLOW and self._all_agree(places, end, longest):
+                length = longest
+        at = places[0] - shift
+        while length < longest and held[at - length] == end[-1 - length]:
+            length += 1
+        if length >= least:
+            found.append((length, places))
+
+    def _all_agree(self, places: _Places, end: Sequence[int], longest: int) -> bool:
+        """Whether all of some places agree with as much of an end as counts: of a text that goes round in circles."""
+        held, after, whole = self._tokens, 1 - self._shift, list(end[-longest:])
+        return all(held[max(place + after - longest, 0) : place + after] == whole for place in places)
 
     def after(self, places: Sequence[int], step: int) -> list[int]:
         """The tokens that stand `step` tokens after some places; `END` where the text has ended by then."""
@@ -231,10 +239,10 @@ class TextIndex:
         held, ahead = self._tokens, 1 - self._shift
         rests = [held[place + ahead : place + ahead + most] for place in places]
         tokens: list[int] = []
-        score, probability = 0.0, 1.0
+        score, probability, fewer = 0.0, 1.0, True
         while len(tokens) < most:
             at = len(tokens)
-            if rests.count(rests[-1]) == len(rests):
+            if fewer and rests.count(rests[-1]) == len(rests):
                 rest = rests[-1][at:]
                 if END in rest:
                     rest = rest[: rest.index(END)]
@@ -247,7 +255,8 @@ class TextIndex:
                 if not others:
                     break
                 token, count = most_frequent(others)
-            if count != len(rests):
+            fewer = count != len(rests)
+            if fewer:
                 probability *= count / len(rests)
                 if probability < min_probability:
                     break

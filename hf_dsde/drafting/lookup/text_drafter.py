@@ -225,7 +225,8 @@ class TextDrafter(Drafter, Generic[Text]):
         drafts = [NOTHING] * len(most)
         overtaken, self._found, self._looked, self._looking = bool(self._found), (), (), 0.0
         prices = RoundPrices(costs, self._pass_rows, self._padded)
-        self._note_who_is_behind(most, prices)
+        column = self._column_price(prices)
+        self._note_who_is_behind(most, column)
         if self._pause and not overtaken:
             self._pause -= 1
             return drafts, None
@@ -242,7 +243,7 @@ class TextDrafter(Drafter, Generic[Text]):
         started = time.perf_counter()
         self.prefill(self._looked)
         begun = time.perf_counter()
-        self.least_match = self._least_worthwhile(prices)
+        self.least_match = self._least_worthwhile(column)
         proposals = self.propose(self.call.sequences, asked)
         self.least_match = 1
         going_on = [row for row, n in enumerate(most) if n]
@@ -262,7 +263,7 @@ class TextDrafter(Drafter, Generic[Text]):
         self._pause = int(max(ended - begun - saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
         return drafts, choice
 
-    def _note_who_is_behind(self, most: Sequence[int], prices: RoundPrices) -> None:
+    def _note_who_is_behind(self, most: Sequence[int], column: float) -> None:
         """Take note of the rows that are behind, where that counts.
 
         A batch whose rows make no place for other texts ends with its last row: tokens of those that are ahead of it
@@ -270,8 +271,7 @@ class TextDrafter(Drafter, Generic[Text]):
         to nothing. Where they are dear, only rows that are behind are looked up, and drafts save no more time than
         these get on faster: by their median, since a few rows that repeat themselves do not wait for the others.
         """
-        plain, wider = (prices.seconds(0, prices.rows * width, width - 1) for width in (1, 2))
-        if self._refilled or prices.padded or wider - plain < DEAR_COLUMN * plain:
+        if self._refilled or column < DEAR_COLUMN:
             self._behind = None
             return
         counts = self.call.sequences.generated_counts
@@ -279,16 +279,18 @@ class TextDrafter(Drafter, Generic[Text]):
         bound = AHEAD + min((counts[row] for row in going_on), default=0)
         self._behind = {row for row in going_on if counts[row] <= bound}
 
-    def _least_worthwhile(self, prices: RoundPrices) -> int:
-        """Return the shortest agreement whose tokens are worth a column, even if all of what it promises were sure."""
+    def _column_price(self, prices: RoundPrices) -> float:
+        """A further column of all rows, in plain rounds; 0 where passes are padded: other rows may need it anyway."""
         if prices.padded:
-            return 1  # columns that other rows need cost nothing
+            return 0.0
         plain, wider = (prices.seconds(0, prices.rows * width, width - 1) for width in (1, 2))
+        return wider / plain - 1
+
+    def _least_worthwhile(self, column: float) -> int:
+        """Return the shortest match whose tokens are worth a column, even if all of what it promises were sure."""
         trusts = self.trusts
-        for shorter in range(1, LONGEST_CLASS):
-            if trusts[shorter] * plain > wider - plain:
-                return 1 << (shorter - 1)
-        return 1 << (LONGEST_CLASS - 1)
+        shortest = next((n for n in range(1, LONGEST_CLASS) if trusts[n] > column), LONGEST_CLASS)
+        return 1 << (shortest - 1)
 
     @property
     def looking_seconds(self) -> float:
