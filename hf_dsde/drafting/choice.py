@@ -81,12 +81,14 @@ class Choice(NamedTuple):
         model: Whether the model drafts for the others.
         saved: Seconds that the texts' drafts save; what it took to find them is not taken off.
         otherwise: Seconds of a round without them.
+        usual: Tokens that such a round brings a row; of no interest where no row takes the text's draft.
     """
 
     texts: frozenset[int]
     model: bool
     saved: float = 0.0
     otherwise: float = math.inf
+    usual: float = 1.0
 
 
 @dataclass
@@ -119,10 +121,12 @@ class RunningAcceptance:
     def __init__(self, rows: int) -> None:
         self._batch = RunningShare()
         self._rows = [RunningShare() for _ in range(rows)]
+        self._waiting: list[tuple[Sequence[int], Sequence[int]]] = []
 
     @property
     def batch(self) -> float:
         """That of the batch."""
+        self.settle()
         return self._batch.after(FIRST_ACCEPTANCE, FIRST_TOKENS)
 
     def of_rows(self) -> list[float]:
@@ -131,25 +135,35 @@ class RunningAcceptance:
         return [row.after(batch, ROW_PRIOR) for row in self._rows]
 
     def learn(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn from what a model has drafted in a round; 0 for rows that it did not draft for."""
-        judged = [min(stand + 1, n) for n, stand in zip(drafted, accepted, strict=True)]
-        self._batch.add(sum(accepted), sum(judged), BATCH_TOKENS)
-        for row, stand, n in zip(self._rows, accepted, judged, strict=True):
-            row.add(stand, n, ROW_TOKENS)
+        """Take note of what a model has drafted in a round; 0 for rows that it did not draft for."""
+        self._waiting.append((drafted, accepted))
+
+    def settle(self) -> None:
+        """Learn from what was noted. Whoever asks need not call it; whoever has time may."""
+        for drafted, accepted in self._waiting:
+            judged = [min(stand + 1, n) for n, stand in zip(drafted, accepted, strict=True)]
+            self._batch.add(sum(accepted), sum(judged), BATCH_TOKENS)
+            for row, stand, n in zip(self._rows, accepted, judged, strict=True):
+                row.add(stand, n, ROW_TOKENS)
+        self._waiting.clear()
 
     def forget(self) -> None:
         """Trust less in what is known of the batch, after a round in which the model was not asked."""
+        self.settle()
         self._batch = RunningShare(FORGETTING * self._batch.accepted, FORGETTING * self._batch.judged)
 
     def begin(self, rows: Sequence[int]) -> None:
         """Let rows begin other texts."""
+        self.settle()
         for row in rows:
             self._rows[row] = RunningShare()
 
 
 def model_offer(tokens: int, acceptance: float) -> Offer:
     """What a model offers that drafts `tokens`, each accepted with the same probability: `a + a^2 + ... + a^tokens`."""
-    return Offer(tokens, sum(acceptance**depth for depth in range(1, tokens + 1)))
+    if acceptance >= 1.0:
+        return Offer(tokens, float(tokens))
+    return Offer(tokens, acceptance * (1.0 - acceptance**tokens) / (1.0 - acceptance))
 
 
 @lru_cache(4096)
@@ -244,13 +258,26 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices) 
         texts: What the texts offer, likewise.
         prices: Of the batch.
     """
+    if not any(offer.tokens for offer in texts):
+        return unopposed([offer.tokens for offer in model], prices)
     steps = max(offer.tokens for offer in model)
     both = with_texts(model, texts, prices, steps, steps)
-    if any(offer.tokens for offer in texts):
-        alone = with_texts([Offer()] * len(model), texts, prices, 0, 0)
-        if alone.rows and alone.pace.rate > both.pace.rate:
-            return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds)
-    return Choice(both.rows, True, both.pace.saved(both.without), both.without.seconds)
+    usual = both.without.rate * both.without.seconds / len(model)
+    alone = with_texts([Offer()] * len(model), texts, prices, 0, 0)
+    if alone.rows and alone.pace.rate > both.pace.rate:
+        return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds, usual)
+    return Choice(both.rows, True, both.pace.saved(both.without), both.without.seconds, usual if both.rows else 1.0)
+
+
+def unopposed(model: Sequence[int], prices: RoundPrices) -> Choice:
+    """Return the choice where texts have nothing to offer: the model does what the policy wants.
+
+    Args:
+        model: Tokens that it drafts for each row that goes on.
+        prices: Of the batch.
+    """
+    steps = max(model)
+    return Choice(frozenset(), True, 0.0, prices.seconds(steps, len(model) + sum(model), steps))
 
 
 def with_texts(

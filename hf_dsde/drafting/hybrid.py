@@ -18,7 +18,7 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.verification import VerifiedBlock
 from hf_dsde.drafting.chain import ChainDrafter
-from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, RunningAcceptance, choose, model_offer
+from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, RunningAcceptance, choose, model_offer, unopposed
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.text_drafter import TextDrafter
 from hf_dsde.execution.cuda_graphs import RecordingCosts
@@ -31,10 +31,10 @@ class HybridDrafter(Drafter):
 
     A text's draft is as long as the text makes likely and its columns are worth, up to `max_draft_length` tokens,
     whatever the policy says (`choice.worthwhile`); the policy decides what the model drafts. A text promises
-    `trust * score` tokens, and the model `a + a^2 + ... + a^k` of the `k` that the policy lets it draft, with the row's
-    running acceptance `a`. `choice.choose` weighs both against the measured seconds of passes: the columns of the
-    target's pass, and the draft steps, which the rows share. If the rows that are left are not worth the steps, the
-    model sits the round out.
+    `trusts[...] * score` tokens, and the model `a + a^2 + ... + a^k` of the `k` that the policy lets it draft, with
+    the row's running acceptance `a`. `choice.choose` weighs both against the measured seconds of passes: the columns
+    of the target's pass, and the draft steps, which the rows share. If the rows that are left are not worth the steps,
+    the model sits the round out.
     A row that drafts out of texts takes part in no draft step; the model reads what it missed when it next drafts.
 
     Policies and listeners see the model's drafts alone: rows with a text's draft are rows that drafted nothing.
@@ -69,11 +69,13 @@ class HybridDrafter(Drafter):
         """Choose who drafts for each row; return how much."""
         assert costs is not None
         wanted = self.model.allot(wanted, most, costs)
-        acceptance = self._acceptance.of_rows()
-        offers = [model_offer(n, a) for n, a, bound in zip(wanted, acceptance, most, strict=True) if bound]
 
         def judge(texts: Sequence[Offer], prices: RoundPrices) -> Choice:
-            return choose(offers, texts, prices)
+            going_on = [row for row, bound in enumerate(most) if bound]
+            if not any(text.tokens for text in texts):  # as in most rounds of most texts; offers would say the same
+                return unopposed([wanted[row] for row in going_on], prices)
+            acceptance = self._acceptance.of_rows()
+            return choose([model_offer(wanted[row], acceptance[row]) for row in going_on], texts, prices)
 
         self._drafts, choice = self.text.look(most, most, costs, judge, max(wanted))
         if choice is not None and not choice.model:
@@ -91,6 +93,9 @@ class HybridDrafter(Drafter):
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor
     ) -> CandidateBatch:
         """Take the texts' drafts, and let the model draft for the other rows, if there are any that may."""
+        if not any(draft.tokens for draft in self._drafts):
+            self._drafted, self.model.others_width = (), 0
+            return self.model.get_candidates(sequences, plan, monitor)
         self._drafted = [draft if n else NOTHING for draft, n in zip(self._drafts, plan.length_counts, strict=True)]
         copied = [bool(draft.tokens) for draft in self._drafted]
         counts = [0 if taken else n for n, taken in zip(plan.length_counts, copied, strict=True)]
@@ -109,10 +114,14 @@ class HybridDrafter(Drafter):
         self, sequences: SequenceBatch, scores: Tensor, num_matches: Sequence[int], drafted: Sequence[int]
     ) -> None:
         """Tell each what became of its own drafts."""
-        texts = self._drafted or [NOTHING] * len(drafted)
+        texts = self._drafted
         self._drafted = ()
+        self.text.judge(texts or [NOTHING] * len(drafted), num_matches)
+        if not texts:
+            self._acceptance.learn(drafted, num_matches)
+            self.model.update_candidate_strategy(sequences, scores, num_matches, drafted)
+            return
         own = [not draft.tokens for draft in texts]
-        self.text.judge(texts, num_matches)
         matches = [n * mine for n, mine in zip(num_matches, own, strict=True)]
         counts = [n * mine for n, mine in zip(drafted, own, strict=True)]
         self._acceptance.learn(counts, matches)
@@ -135,6 +144,7 @@ class HybridDrafter(Drafter):
 
     def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
         """Use the host's time for the texts, and stage the model's step if it has drafted in this round."""
+        self._acceptance.settle()
         self.text.stage_next(going_on, longest)
         return self.model.stage_next(going_on, longest)
 

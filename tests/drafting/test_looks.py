@@ -214,6 +214,51 @@ def test_the_first_look_at_prompts_is_no_loss(monkeypatch: pytest.MonkeyPatch) -
     assert len(drafter.looks) == 2
 
 
+@pytest.mark.parametrize(
+    ("column", "refilled", "looked"), [(0.3, False, [1]), (0.3, True, [0, 1]), (0.2, False, [0, 1])]
+)
+def test_where_columns_are_dear_rows_that_are_ahead_wait(
+    column: float, refilled: bool, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless other texts take the places of those that end, or columns cost less than a quarter of a pass."""
+    drafter = Scripted(monkeypatch, [(8, 8.0)] * 2)
+    sequences = begun(drafter, [[3, 4]] * 2, new_tokens=90)
+    drafter._padded = False
+    if refilled:
+        drafter.begin_texts([0, 1])
+    write(sequences, [[5] * (text_drafter.AHEAD + 2), [5]])
+    drafter.allot([8, 8], [8, 8], prices(column))
+    assert drafter.looks == [looked]
+
+
+def test_drafts_save_no_more_than_most_rows_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row in four repeats itself: the batch ends as late as without it, and all of a look is lost."""
+    drafter = Scripted(monkeypatch, [(8, 8.0), *[(0, 0.0)] * 3], fixed=0.1)
+    begun(drafter, [[3, 4]] * 4, new_tokens=90)
+    for _ in range(60):
+        drafted = drafter.allot([8] * 4, [8] * 4, prices(0.3))
+        drafter.run(drafted, drafted)
+    assert len(drafter.looks) < 30
+    drafter = Scripted(monkeypatch, [(8, 8.0)] * 4, fixed=0.1)
+    begun(drafter, [[3, 4]] * 4, new_tokens=90)
+    for _ in range(60):
+        drafted = drafter.allot([8] * 4, [8] * 4, prices(0.3))
+        drafter.run(drafted, drafted)
+    assert len(drafter.looks) == 60
+
+
+def test_matches_are_trusted_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Scripted(monkeypatch, [])
+    begun(drafter, [[3, 4]] * 2)
+    for _ in range(30):
+        drafter.judge([Continuation([7], 1.0, 1), Continuation([7] * 8, 8.0, 8)], [0, 8])
+    trusts = drafter.trusts
+    assert trusts[1] < 0.35
+    assert 0.8 < trusts[4] <= 1.0
+    assert drafter.trust == pytest.approx((8 + 240) / (16 + 270))
+    assert trusts[2] == pytest.approx(drafter.trust), "of matches that nobody saw, what is known of all"
+
+
 def test_texts_are_read_beside_passes_while_nobody_is_looked_up() -> None:
     drafter = hf_dsde.SuffixDrafter(share_answers=False)
     sequences = begun(drafter, [[5, 6, 7], [8, 9]], new_tokens=600)

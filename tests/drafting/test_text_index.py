@@ -60,10 +60,12 @@ def followed(texts: Texts, found: list[tuple[int, int]], most: int, min_probabil
     return tokens, score
 
 
-def counted(texts: Texts, end: Sequence[int], most: int, per_match: float, min_probability: float) -> Continuation:
+def counted(
+    texts: Texts, end: Sequence[int], most: int, per_match: float, min_probability: float, least: int = 1
+) -> Continuation:
     """What `TextIndex.continuation` returns, by counting over the texts for each suffix."""
     best = Continuation()
-    for length in range(min(len(end), SHALLOW), 0, -1):
+    for length in range(min(len(end), SHALLOW), least - 1, -1):
         found = places(texts, end[-length:])
         if found:
             tokens, score = followed(texts, found, min(most, int(per_match * length)), min_probability)
@@ -127,6 +129,7 @@ moves = st.lists(st.tuples(st.sampled_from(["extend", "extend", "add", "end"]), 
     st.sampled_from([0.5, 1.0, 2.5]),
     st.sampled_from([0.01, 0.3, 1.0]),
     st.integers(1, 9),
+    st.integers(1, 4),
 )
 def test_it_says_what_counting_says(
     moves: list[tuple[str, list[int]]],
@@ -135,8 +138,9 @@ def test_it_says_what_counting_says(
     per_match: float,
     min_probability: float,
     most: int,
+    least: int,
 ) -> None:
-    play(moves, ends, max_tokens, per_match=per_match, min_probability=min_probability, most=most)
+    play(moves, ends, max_tokens, per_match=per_match, min_probability=min_probability, most=most, least=least)
 
 
 def random_moves(seed: int) -> tuple[list[tuple[str, list[int]]], list[list[int]]]:
@@ -151,7 +155,7 @@ def random_moves(seed: int) -> tuple[list[tuple[str, list[int]]], list[list[int]
 
 def play_all() -> None:
     for seed in range(12):
-        play(*random_moves(seed), max_tokens=[None, 25][seed % 2])
+        play(*random_moves(seed), max_tokens=[None, 25][seed % 2], least=1 + seed // 2 % 2)
 
 
 def test_many_random_texts() -> None:
@@ -180,6 +184,11 @@ def _extend_with_the_last(original: Callable[..., None]) -> Callable[..., None]:
     return extend
 
 
+def _nothing_new(self: TextIndex, end: Sequence[int], least: int) -> bool:
+    """Take tokens that were only added for ones that no end needs."""
+    return False
+
+
 def _never_ends(self: TextIndex) -> None:
     """Let texts run into each other."""
 
@@ -196,6 +205,7 @@ MUTANTS = {
     "the newest, however rare": (module, "most_frequent", _newest),
     "forgotten texts are found": (TextIndex, "_remove", _nothing_removed),
     "the last token is learnt from at once": (TextIndex, "extend", _extend_with_the_last(TextIndex.extend)),
+    "new tokens are not looked at": (TextIndex, "_ends_in_new_tokens", _nothing_new),
     "contexts reach into the text before": (TextIndex, "end_text", _never_ends),
     "places are lost when contexts are divided": (TextIndex, "_divide", _divides_too_few(TextIndex._divide)),
     "another number of places": (module, "OCCURRENCES", FEW + 1),

@@ -27,6 +27,17 @@ NOTHING = Continuation()
 """Of a text whose end is nowhere else."""
 
 
+LONGEST_PROMISE = 1000.0
+"""Promised tokens that are remembered: what is older counts ever less."""
+LONGEST_CLASS = 5
+"""Matches are told apart by the binary digits of their lengths: none, 1, 2 to 3, 4 to 7, 8 to 15, and longer ones."""
+
+
+def match_class(match: int) -> int:
+    """Return the class of the length of a match."""
+    return min(match.bit_length(), LONGEST_CLASS)
+
+
 def most_frequent(followers: list[int]) -> tuple[int, int]:
     """Return the token that is most often among some, the newest of equals, and how often.
 
@@ -42,3 +53,9 @@ def most_frequent(followers: list[int]) -> tuple[int, int]:
         counts[token] = counts.get(token, 0) + 1
     best = max(counts, key=counts.__getitem__)  # the first of equals, in the order of the first time
     return best, counts[best]
+
+
+def faded(promised: float, kept: float) -> tuple[float, float]:
+    """Let what was seen count for no more than `LONGEST_PROMISE` promised tokens."""
+    share = min(1.0, LONGEST_PROMISE / promised) if promised else 1.0
+    return share * promised, share * kept

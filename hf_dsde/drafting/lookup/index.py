@@ -20,6 +20,8 @@ OCCURRENCES = 16
 """Places of a context that count, the newest ones."""
 DEPTH = 32
 """Tokens of a context that are compared. Whoever agrees in as many agrees enough, whatever came before."""
+SHALLOW = 4
+"""Tokens that are compared one by one; places that agree in as many often agree in all."""
 END = -1
 """Stands between texts: no token is equal to it."""
 
@@ -58,6 +60,7 @@ class TextIndex:
         self._lengths: deque[int] = deque([0])  # of the texts, the growing one last
         self._count = 0
         self._begin = 1  # place of the oldest token that is known
+        self._learnt = 1  # place of the first token of the newest text that no context leads to yet
 
     def __len__(self) -> int:
         """Tokens of all texts."""
@@ -73,28 +76,34 @@ class TextIndex:
         return [text for text in texts if text]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Let the newest text go on with some tokens."""
+        """Let the newest text go on with some tokens.
+
+        Contexts lead to them once `learn` was called, or somebody asks for one that ends in such a token: putting them
+        in takes as long as several look-ups, and may wait for a better moment.
+        """
         if not tokens:
             return
-        largest = max(tokens)
-        self.largest_token = max(self.largest_token, largest)
+        self.largest_token = max(self.largest_token, *tokens)
         held = self._tokens
-        # The last token had no follower so far, so nobody could have learnt from its place.
-        first = len(held) - 2 + self._shift
         held[-1:] = tokens
         held.append(END)
-        if not self._lengths[-1]:
-            first += 1
         self._lengths[-1] += len(tokens)
         self._count += len(tokens)
-        for place in range(first, len(held) - 2 + self._shift):
+
+    def learn(self) -> None:
+        """Put in whatever was only added so far; of the last token nobody can learn before something follows it."""
+        last = len(self._tokens) - 2 + self._shift
+        for place in range(self._learnt, last):
             self._insert(place)
+        self._learnt = max(last, self._learnt)
 
     def end_text(self) -> None:
         """Let the next tokens begin another text."""
         if self._lengths[-1]:
+            self.learn()
             self._tokens.append(END)
             self._lengths.append(0)
+            self._learnt = len(self._tokens) - 1 + self._shift
 
     def add(self, text: Sequence[int]) -> None:
         """Add a whole text, and forget the oldest ones where there are too many tokens; of a longer one, keep the end.
@@ -114,49 +123,83 @@ class TextIndex:
         count = min(count, self._lengths[-1])
         return self._tokens[len(self._tokens) - 1 - count : -1]
 
-    def contexts(self, end: Sequence[int]) -> list[tuple[int, _Places]]:
+    def contexts(self, end: Sequence[int], least: int = 1) -> list[tuple[int, _Places]]:
         """Return where the end of a text stands elsewhere.
 
         Args:
             end: The last tokens of a text; the last `DEPTH` count.
+            least: Tokens of the shortest context that is wanted.
 
         Returns:
             Lengths of the contexts that were found, and the newest places of each, the newest last; the shortest
             context first. Of several contexts with the same places there is the longest. A place is that of the
             context's last token: see `after`.
         """
-        held, shift = self._tokens, self._shift
-        found: list[tuple[int, _Places]] = []
-        known, length, places = self._root, 0, []
         longest = min(len(end), DEPTH)
-        while length < longest:
-            below = known.before.get(end[-1 - length])
-            if below is None:
-                return found
-            length += 1
-            if not isinstance(below, _Branch):
-                places = [below] if isinstance(below, int) else below[-OCCURRENCES:]
-                break
-            places = below.places[-OCCURRENCES:]
-            found.append((length, places))
-            known = below
-        else:
+        found: list[tuple[int, _Places]] = []
+        if longest < least:
             return found
+        if self._ends_in_new_tokens(end, least):
+            self.learn()  # no context that is wanted leads to any other of them
+        below = self._root.before.get(end[-1])
+        length = 1
+        while isinstance(below, _Branch):
+            if length >= least:
+                found.append((length, below.places[-OCCURRENCES:]))
+            if length == longest:
+                return found
+            below = below.before.get(end[-1 - length])
+            length += 1
+        if below is None:
+            return found
+        self._compare([below] if isinstance(below, int) else below[-OCCURRENCES:], end, longest, least, found)
+        return found
+
+    def _ends_in_new_tokens(self, end: Sequence[int], least: int) -> bool:
+        """Whether the end, or its last two tokens if longer contexts are wanted, stand where nothing leads to yet."""
+        held, first = self._tokens, self._learnt - self._shift
+        if first >= len(held) - 2 or end[-1] not in held[first:-2]:
+            return False
+        if least == 1:
+            return True
+        before, last = end[-2:]
+        return any(held[at] == last and held[at - 1] == before for at in range(first, len(held) - 2))
+
+    def _compare(
+        self, places: _Places, end: Sequence[int], longest: int, least: int, found: list[tuple[int, _Places]]
+    ) -> None:
+        """Add the contexts of places that are not divided: they are compared token by token.
+
+        Args:
+            places: Which.
+            end: The last tokens of a text.
+            longest: Tokens of it that count.
+            least: As for `contexts`.
+            found: Is added to.
+        """
+        held, shift, length = self._tokens, self._shift, 1
         while length < longest and len(places) > 1:
             token, back = end[-1 - length], length + shift
             agreeing = [place for place in places if held[place - back] == token]
             if len(agreeing) != len(places):
-                found.append((length, places))
+                if length >= least:
+                    found.append((length, places))
                 if not agreeing:
-                    return found
+                    return
                 places = agreeing
             length += 1
-        if length < longest:
-            at = places[0] - shift
-            while length < longest and held[at - length] == end[-1 - length]:
-                length += 1
-        found.append((length, places))
-        return found
+            if length == SHALLOW and self._all_agree(places, end, longest):
+                length = longest
+        at = places[0] - shift
+        while length < longest and held[at - length] == end[-1 - length]:
+            length += 1
+        if length >= least:
+            found.append((length, places))
+
+    def _all_agree(self, places: _Places, end: Sequence[int], longest: int) -> bool:
+        """Whether all of some places agree with as much of an end as counts: of a text that goes round in circles."""
+        held, after, whole = self._tokens, 1 - self._shift, list(end[-longest:])
+        return all(held[max(place + after - longest, 0) : place + after] == whole for place in places)
 
     def after(self, places: Sequence[int], step: int) -> list[int]:
         """The tokens that stand `step` tokens after some places; `END` where the text has ended by then."""
@@ -164,7 +207,7 @@ class TextIndex:
         return [held[place + ahead] for place in places]
 
     def continuation(
-        self, end: Sequence[int], most: int, per_match: float = 1.0, min_probability: float = 0.1
+        self, end: Sequence[int], most: int, per_match: float = 1.0, min_probability: float = 0.1, least: int = 1
     ) -> Continuation:
         """Return the continuation of the best score: of each context, the most frequent one.
 
@@ -173,9 +216,10 @@ class TextIndex:
             most: The most tokens.
             per_match: The most tokens after a context, per token of it: a longer agreement reaches further.
             min_probability: Where all tokens so far are less likely than this, the continuation ends.
+            least: As for `contexts`.
         """
         best = NOTHING
-        for length, places in reversed(self.contexts(end)):
+        for length, places in reversed(self.contexts(end, least)):
             limit = min(most, int(per_match * length))
             if limit <= best.score:
                 break  # and shorter contexts have lower limits
@@ -193,16 +237,17 @@ class TextIndex:
             Tokens and their score; none and 0 if it is no better than `to_beat`.
         """
         held, ahead = self._tokens, 1 - self._shift
+        rests = [held[place + ahead : place + ahead + most] for place in places]
         tokens: list[int] = []
-        score, probability = 0.0, 1.0
+        score, probability, fewer = 0.0, 1.0, True
         while len(tokens) < most:
-            if len(places) == 1:
-                begin = places[0] + ahead
-                rest = held[begin : begin + most - len(tokens)]
+            at = len(tokens)
+            if fewer and rests.count(rests[-1]) == len(rests):
+                rest = rests[-1][at:]
                 if END in rest:
                     rest = rest[: rest.index(END)]
                 return tokens + rest, score + probability * len(rest)
-            followers = [held[place + ahead] for place in places]
+            followers = [rest[at] for rest in rests]
             token, count = most_frequent(followers)
             if token == END:
                 # Where most texts end, the likeliest token of the others is next.
@@ -210,16 +255,16 @@ class TextIndex:
                 if not others:
                     break
                 token, count = most_frequent(others)
-            if count != len(places):
-                probability *= count / len(places)
+            fewer = count != len(rests)
+            if fewer:
+                probability *= count / len(rests)
                 if probability < min_probability:
                     break
-                if score + probability * (most - len(tokens)) <= to_beat:
+                if score + probability * (most - at) <= to_beat:
                     return (), 0.0
-                places = [place for place, after in zip(places, followers, strict=True) if after == token]
+                rests = [rest for rest in rests if rest[at] == token]
             tokens.append(token)
             score += probability
-            ahead += 1
         return tokens, score
 
     def _insert(self, place: int) -> None:

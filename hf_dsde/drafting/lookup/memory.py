@@ -102,16 +102,30 @@ class MemoryDrafter(TextDrafter[TextIndex]):
             raise ValueError(msg)
         super().start(call)
         self._over = set()
+        self._has_time = False  # whether there is time beside passes, so that no round waits for answers to be taken in
 
     def propose(self, sequences: SequenceBatch, most: Sequence[int]) -> list[Continuation]:
-        """As for every drafter of texts, after answers were taken in that nobody had time for before."""
-        self._take_in()
+        """As for every drafter of texts, after answers were taken in where there is no time for that beside passes."""
+        if not self._has_time:
+            self._take_in()
         return super().propose(sequences, most)
 
+    def prefill(self, rows: Sequence[int]) -> bool:
+        """Read texts, and let contexts lead to all of them."""
+        read = super().prefill(rows)
+        for row in rows if read else ():
+            self._read(row).learn()
+        return read
+
     def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
-        """Take answers into the memory as well while the device runs the target's pass."""
+        """Let contexts lead to what was read before, and take answers into the memory, beside the target's pass."""
+        self._has_time = True
         self._take_in()
-        return super().stage_next(going_on, longest)
+        staged = super().stage_next(going_on, longest)
+        for text in self._texts:
+            if text is not None:
+                text.learn()
+        return staged
 
     def begin_texts(self, rows: Sequence[int]) -> None:
         """Remember the answers that are over."""

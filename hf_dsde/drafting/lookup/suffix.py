@@ -64,9 +64,10 @@ class SuffixDrafter(MemoryDrafter):
     def continuation(self, text: TextIndex, most: int) -> Continuation:
         """Return the better continuation of a row's own text and the memory."""
         end = text.tail(DEPTH)
-        best = text.continuation(end, most, self._per_match, self._min_probability)
+        rule = self._per_match, self._min_probability, self.least_match
+        best = text.continuation(end, most, *rule)
         if best.score < most and len(self._memory):
-            other = self._memory.continuation(end, most, self._per_match, self._min_probability)
+            other = self._memory.continuation(end, most, *rule)
             if other.score > best.score:
                 best = other
         return best if best.score >= self._min_score else NOTHING

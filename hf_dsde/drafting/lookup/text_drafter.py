@@ -9,7 +9,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from statistics import median
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, common_length, shortened, with_texts, worthwhile
-from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
+from hf_dsde.drafting.lookup.continuation import LONGEST_CLASS, NOTHING, Continuation, faded, match_class
 from hf_dsde.drafting.lookup.rests import RowRests
 from hf_dsde.policies import Signal
 
@@ -40,12 +40,21 @@ Text = TypeVar("Text", bound=GrowingText)
 
 FIRST_PROMISE = 16.0
 """Tokens that scores are thought to have promised before anything was verified, half of which stood."""
-LONGEST_PROMISE = 1000.0
-"""Promised tokens that are remembered: what is older counts ever less."""
 LOOKING_SHARE = 0.02
 """Share of the time that looks may take beyond what their drafts save."""
 READ_BESIDE = 256
 """Tokens of texts that are read beside one pass of the target: at most a millisecond's work."""
+CLASS_PROMISE = 16.0
+"""Promised tokens of a class of agreements up to which all classes together say more of it than itself."""
+DEAR_COLUMN = 0.25
+"""Share of a plain round that a further column of all rows takes at least where it counts who is behind: a token more
+of a row that is ahead brings no more than that."""
+AHEAD = 32
+"""Tokens that a row has to have more than the one that has fewest to be ahead of it."""
+FIRST_PACE = 1.5
+"""Tokens that a round with drafts is thought to bring most rows that are behind, before any was seen, ..."""
+PACE_RATE = 0.2
+"""... and the weight of a new round in that."""
 NO_OFFER = Offer()
 
 
@@ -59,6 +68,10 @@ class TextDrafter(Drafter, Generic[Text]):
     """
 
     _promised, _kept = FIRST_PROMISE, FIRST_PROMISE / 2
+    _by_class: Sequence[tuple[float, float]] = ((0.0, 0.0),) * (LONGEST_CLASS + 1)  # likewise, of each class
+    least_match = 1
+    """Tokens of the shortest agreement that `continuation` need look for: what is found by shorter ones is not worth
+    its columns."""
 
     @property
     def requires(self) -> frozenset[Signal]:  # type: ignore[override] # as the call wants it
@@ -80,9 +93,19 @@ class TextDrafter(Drafter, Generic[Text]):
         """Accepted tokens per token that the scores promised, over the last rounds, also of earlier calls.
 
         A score takes what was seen for all that there is, and so promises too much where little was seen. By how much
-        is about the same for all scores on texts of a kind: of a proposal, `trust * score` tokens stand in the mean.
+        depends on the text, and on how long an agreement it follows: see `trusts`.
         """
         return self._kept / self._promised
+
+    @property
+    def trusts(self) -> list[float]:
+        """The same by `match_class`: of a proposal, `trusts[class] * score` tokens stand in the mean.
+
+        In answers of a small model, a third of what agreements of one token promise stands, half of it after 2 to 7
+        tokens, and four fifths after more. Of a class of which little was seen, `trust` is thought. None is above 1.
+        """
+        prior = CLASS_PROMISE * self.trust
+        return [min((kept + prior) / (promised + CLASS_PROMISE), 1.0) for promised, kept in self._by_class]
 
     def start(self, call: DraftCall) -> None:
         """Forget the rows of an earlier call."""
@@ -95,6 +118,9 @@ class TextDrafter(Drafter, Generic[Text]):
         self._padded = call.target is not None and not call.target.packs  # and whether each has the longest's columns
         self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
+        self._refilled = False  # whether rows that have ended make place for other texts
+        self._behind: set[int] | None = None  # rows that are behind, if that counts, ...
+        self._pace = FIRST_PACE  # and the tokens that a round with drafts out of texts brings most of them
         self._looking = 0.0  # seconds of the last look, ...
         self._patience = math.inf  # how many of them a row has that bring nothing, before it is left out, ...
         self._looked: Sequence[int] = ()  # rows that it looked up, of which nothing is known yet, ...
@@ -126,7 +152,11 @@ class TextDrafter(Drafter, Generic[Text]):
         if sequences is not self.call.sequences:
             msg = f"{type(self).__name__} serves one call at a time, and another began: give each one of its own."
             raise RuntimeError(msg)
-        return [self.continuation(self._read(row), n) if n else NOTHING for row, n in enumerate(most)]
+        proposals = [NOTHING] * len(most)
+        for row, n in enumerate(most):
+            if n:
+                proposals[row] = self.continuation(self._read(row), n)
+        return proposals
 
     def prefill(self, rows: Sequence[int]) -> bool:
         """Read the texts of rows that draft for the first time, so that no round's seconds count it."""
@@ -143,20 +173,29 @@ class TextDrafter(Drafter, Generic[Text]):
             prices: Of the batch.
             others_width: The longest draft that a row may have otherwise.
         """
-        rows, trust = len(proposals), self.trust
-        offers = [Offer(len(each.tokens), trust * each.score) if each.tokens else NO_OFFER for each in proposals]
-        longest = max((offer.tokens for offer in offers), default=0)
+        rows, trusts = len(proposals), self.trusts
+        offers = [NO_OFFER] * rows
+        found = [place for place, each in enumerate(proposals) if each.tokens]
+        for place in found:
+            each = proposals[place]
+            offers[place] = Offer(len(each.tokens), trusts[match_class(each.match)] * each.score)
+        longest = max((offers[place].tokens for place in found), default=0)
         seconds = [prices.seconds(0, rows * (1 + n), n) for n in range(longest + 1)]
         if prices.padded:
-            most = max(common_length(offers, seconds, rows), others_width)
-            return [shortened(offer, most) for offer in offers]
-        return [worthwhile(offer, seconds) if offer.tokens else offer for offer in offers]
+            most = max(common_length([offers[place] for place in found], seconds, rows), others_width)
+            for place in found:
+                offers[place] = shortened(offers[place], most)
+        else:
+            for place in found:
+                offers[place] = worthwhile(offers[place], seconds)
+        return offers
 
     def cut(self, proposal: Continuation, offer: Offer) -> Continuation:
         """Return as much of a proposal as an offer takes."""
         if offer.tokens == len(proposal.tokens):
             return proposal
-        return replace(proposal, tokens=proposal.tokens[: offer.tokens], score=offer.gain / self.trust)
+        score = offer.gain / self.trusts[match_class(proposal.match)]
+        return Continuation(proposal.tokens[: offer.tokens], score, proposal.match)
 
     def look(
         self,
@@ -185,20 +224,29 @@ class TextDrafter(Drafter, Generic[Text]):
         """
         drafts = [NOTHING] * len(most)
         overtaken, self._found, self._looked, self._looking = bool(self._found), (), (), 0.0
+        prices = RoundPrices(costs, self._pass_rows, self._padded)
+        column = self._column_price(prices)
+        self._note_who_is_behind(most, column)
         if self._pause and not overtaken:
             self._pause -= 1
             return drafts, None
         self._rests.next_look()
-        asked = [n if on and self._rests.over(row) else 0 for row, (n, on) in enumerate(zip(wanted, most, strict=True))]
-        if not any(asked):
+        behind = range(len(most)) if self._behind is None else self._behind
+        self._looked = [
+            row for row, n in enumerate(wanted) if n and most[row] and row in behind and self._rests.over(row)
+        ]
+        if not self._looked:
             return drafts, None
+        asked = [0] * len(most)
+        for row in self._looked:
+            asked[row] = wanted[row]
         started = time.perf_counter()
-        self._looked = [row for row, n in enumerate(asked) if n]
         self.prefill(self._looked)
         begun = time.perf_counter()
+        self.least_match = self._least_worthwhile(column)
         proposals = self.propose(self.call.sequences, asked)
+        self.least_match = 1
         going_on = [row for row, n in enumerate(most) if n]
-        prices = RoundPrices(costs, self._pass_rows, self._padded)
         offers = self.offers([proposals[row] for row in going_on], prices, others_width)
         choice = choose(offers, prices)
         self._found = [going_on[place] for place in choice.texts]
@@ -209,8 +257,40 @@ class TextDrafter(Drafter, Generic[Text]):
         # As long as its looks take, together, less than a token of a row does otherwise.
         look_of_row, token = (ended - begun) / len(self._looked), choice.otherwise / len(going_on)
         self._patience = token / look_of_row if look_of_row else math.inf
-        self._pause = int(max(ended - begun - choice.saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
+        saved = choice.saved
+        if self._behind is not None:
+            saved = min(saved, max(self._pace / choice.usual - 1, 0.0) * choice.otherwise)
+        self._pause = int(max(ended - begun - saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
         return drafts, choice
+
+    def _note_who_is_behind(self, most: Sequence[int], column: float) -> None:
+        """Take note of the rows that are behind, where that counts.
+
+        A batch whose rows make no place for other texts ends with its last row: tokens of those that are ahead of it
+        make later passes smaller, which brings far less than a pass less. That is worth columns where these cost next
+        to nothing. Where they are dear, only rows that are behind are looked up, and drafts save no more time than
+        these get on faster: by their median, since a few rows that repeat themselves do not wait for the others.
+        """
+        if self._refilled or column < DEAR_COLUMN:
+            self._behind = None
+            return
+        counts = self.call.sequences.generated_counts
+        going_on = [row for row, n in enumerate(most) if n]
+        bound = AHEAD + min((counts[row] for row in going_on), default=0)
+        self._behind = {row for row in going_on if counts[row] <= bound}
+
+    def _column_price(self, prices: RoundPrices) -> float:
+        """A further column of all rows, in plain rounds; 0 where passes are padded: other rows may need it anyway."""
+        if prices.padded:
+            return 0.0
+        plain, wider = (prices.seconds(0, prices.rows * width, width - 1) for width in (1, 2))
+        return wider / plain - 1
+
+    def _least_worthwhile(self, column: float) -> int:
+        """Return the shortest match whose tokens are worth a column, even if all of what it promises were sure."""
+        trusts = self.trusts
+        shortest = next((n for n in range(1, LONGEST_CLASS) if trusts[n] > column), LONGEST_CLASS)
+        return 1 << (shortest - 1)
 
     @property
     def looking_seconds(self) -> float:
@@ -263,19 +343,24 @@ class TextDrafter(Drafter, Generic[Text]):
             drafts: Those that were verified, empty ones for rows that had none out of texts.
             accepted: Tokens of each that stand.
         """
-        found, run = set(self._found), any(draft.tokens for draft in drafts)
+        found, tried = set(self._found), [row for row, draft in enumerate(drafts) if draft.tokens]
         for row in self._looked:
             if drafts[row].tokens or row not in found:  # else nobody has tried what was found
                 self._rests.learn(row, accepted[row] if drafts[row].tokens else 0, self._patience)
         self._looked = ()
-        if run:
-            self._found = ()
-        pairs = [(draft.score, stand) for draft, stand in zip(drafts, accepted, strict=True) if draft.score > 0]
-        if not pairs:
+        if not tried:
             return
-        past = min(1.0, LONGEST_PROMISE / self._promised)
-        self._promised = past * self._promised + sum(score for score, _ in pairs)
-        self._kept = past * self._kept + sum(stand for _, stand in pairs)
+        if self._behind:
+            self._pace += PACE_RATE * (1 + median(accepted[row] for row in self._behind) - self._pace)
+        self._found = ()
+        by_class = list(self._by_class)
+        kept = promised = 0.0
+        for row in tried:
+            score, stand, of = drafts[row].score, accepted[row], match_class(drafts[row].match)
+            promised, kept = promised + score, kept + stand
+            by_class[of] = by_class[of][0] + score, by_class[of][1] + stand
+        self._promised, self._kept = faded(self._promised + promised, self._kept + kept)
+        self._by_class = [faded(*counts) for counts in by_class]
 
     def _read(self, row: int) -> Text:
         """Show a row's new tokens to what is kept of its text."""
@@ -297,6 +382,7 @@ class TextDrafter(Drafter, Generic[Text]):
     def begin_texts(self, rows: Sequence[int]) -> None:
         """Forget the texts that are over."""
         self._rests.begin(rows)
+        self._refilled = True
         for row in rows:
             self._texts[row] = None
 
