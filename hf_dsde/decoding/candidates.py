@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,12 +95,15 @@ class CandidateBatch:
             device: Of the sequences.
             steps: Of the result; None for one to each column.
         """
-        width = max(map(len, drafts))
-        padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
         lengths = [*map(len, drafts)]
-        flat = upload([*lengths, *(token for draft in padded for token in draft)], device)
-        tokens = flat[len(drafts) :].view(len(drafts), width)
-        return cls(tokens, flat[: len(drafts)], host_lengths=lengths, steps=width if steps is None else steps)
+        width = max(lengths)
+        table = np.zeros((len(drafts), 1 + width), np.int64)  # lengths in front of tokens: one transfer
+        table[:, 0] = lengths
+        for row, draft in enumerate(drafts):
+            if lengths[row]:
+                table[row, 1 : 1 + len(draft)] = draft
+        block = upload(torch.from_numpy(table), device)
+        return cls(block[:, 1:], block[:, 0], host_lengths=lengths, steps=width if steps is None else steps)
 
     @classmethod
     def nothing(cls, lengths: Tensor, vocabulary_size: int, required: frozenset[Signal]) -> CandidateBatch:
