@@ -18,7 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from string import Template
 
-from reporting import other_weights, rounds, speed, study
+from reporting import other_weights, other_work, rounds, speed, study
 from reporting.files import PLAIN, Results
 from reporting.markdown import code, listed, middle, ratio, reflowed
 
@@ -39,6 +39,8 @@ TABLES: dict[str, Filler] = {
     "stages": rounds.stages,
     "processors": rounds.processors,
     "other_weights": other_weights.other_weights,
+    "text_jobs": other_work.text_jobs,
+    "rollouts": other_work.rollouts,
     "jobs": rounds.jobs,
 }
 """Tables of docs/performance.md, and long lists of numbers."""

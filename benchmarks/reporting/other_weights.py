@@ -8,7 +8,7 @@ from typing import Any
 from reporting.files import PLAIN, Results
 from reporting.markdown import code, ratio, table
 
-OTHER_WEIGHTS = ("nf4_8B.json",)
+OTHER_WEIGHTS = ("lora_8B.json", "nf4_8B.json")
 WEIGHTS = {
     "bfloat16": "bfloat16",
     "float16": "float16",
