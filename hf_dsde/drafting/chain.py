@@ -91,9 +91,11 @@ class ChainDrafter(CachedModel):
 
     def _chained(self, plan: RoundPlan, begun: Prepared, choice: TokenChoice) -> CandidateBatch | None:
         """Draft after the first pass; None if the runner needs the host for that."""
-        device, (output, _, chosen_by, first, drafted) = self.call.sequences.device, begun
-        if first is None or chosen_by != choice or (drafted is not None and self._misses_logits(drafted)):
+        device, output, first, drafted = self.call.sequences.device, begun.output, begun.first, begun.drafted
+        if first is None or begun.choice != choice:
             first, drafted = self._choices.first(choice, output.logits[:, 0]), None
+        if drafted is not None and not self._stands(drafted):
+            drafted = None
         ran = 0 if drafted is None else drafted.width - 1
         self._steps = plan.width - 1
         if drafted is None or self._steps > ran:
@@ -103,7 +105,7 @@ class ChainDrafter(CachedModel):
             if drafted is None:
                 self._steps = 0
                 return None
-        tokens, probs, logits = drafted.begin(plan.width)
+        _, tokens, probs, logits = drafted.begin(plan.width)
         return CandidateBatch(
             tokens.to(device),
             plan.lengths,
@@ -113,9 +115,10 @@ class ChainDrafter(CachedModel):
             logits=None if logits is None else self._vocabulary.known(logits).to(device),
         )
 
-    def _misses_logits(self, drafted: Drafted) -> bool:
-        """Whether somebody looks at what was not kept."""
-        return self._keeps_logits and drafted.logits is None
+    def _stands(self, drafted: Drafted) -> bool:
+        """Whether it would be drafted so now, with what somebody looks at; which numbers a row draws, all decide."""
+        kept = drafted.logits is not None or not self._keeps_logits
+        return kept and drafted.rows == len(self._runner.live_rows)
 
     def _draft_on(
         self,
@@ -152,7 +155,8 @@ class ChainDrafter(CachedModel):
         if self._keeps_logits:
             steps = [] if drafted is None or drafted.logits is None else [drafted.logits]
             logits = torch.cat([output.logits, *steps], dim=1)
-        return Drafted(self._of_target(tokens) if probs is None else tokens, probs, logits)
+        own = self._of_target(tokens) if probs is None else tokens
+        return Drafted(len(self._runner.live_rows), own, probs, logits)
 
     def _chain(
         self, choice: TokenChoice, output: PassOutput, first: Callable[[], Chosen], lengths: Tensor, longest: int

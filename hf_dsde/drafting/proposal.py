@@ -18,14 +18,16 @@ from hf_dsde.policies.base import LOGIT_SIGNALS, DraftStep, Signal
 
 
 class Drafted(NamedTuple):
-    """What draft steps bring that nobody asks the host between.
+    """What draft steps bring with no question to the host in between.
 
     Attributes:
+        rows: Rows that took part in the steps.
         tokens: As the target knows them, `[rows, width]`, int64.
         probs: What they were drawn from, `[rows, width, vocabulary]`, float32; None if they were not drawn.
         logits: What they were chosen from, `[rows, width, the draft's vocabulary]`, float32; None if nobody looks.
     """
 
+    rows: int
     tokens: Tensor
     probs: Tensor | None
     logits: Tensor | None
@@ -39,7 +41,8 @@ class Drafted(NamedTuple):
         """Return the first `width` tokens of each row; all of them are the same tensor again."""
         if width == self.width:
             return self
-        return Drafted(*(None if each is None else each[:, :width] for each in self))  # type: ignore[arg-type]
+        probs, logits = (None if each is None else each[:, :width] for each in (self.probs, self.logits))
+        return self._replace(tokens=self.tokens[:, :width], probs=probs, logits=logits)
 
 
 class Prepared(NamedTuple):

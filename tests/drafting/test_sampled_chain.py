@@ -550,18 +550,20 @@ def test_a_seed_gives_one_text_whatever_was_recorded_before(
     draft = PAIRS[kind](endless_model())
     config = config_of(QUIET, runner="graph", fused_layers=fused)
     options: dict[str, Any] = {"temperature": 1.2, "eos_token_id": [4, 11, 40], "max_new_tokens": 30, "config": config}
-    texts = []
+    texts: dict[int, list[Any]] = {seed: [] for seed in range(5, 10)}
     for turn in range(3):
         if turn == 2:
             assert sum(seen.begun) > 4 + len(seen.further), "some were as long as the last one, ..."
             assert min(seen.further) > 0, "... and some longer"
             monkeypatch.setattr(GraphRunner, "begin_chain", lambda self, chain: None)
-        torch.manual_seed(5)
-        texts.append(call(draft, **options))
-    assert texts[1:] == texts[:1] * 2
-    assert call(draft, **options) != texts[0], "without the seed"
-    ends = [row.index(0, 20) if 0 in row[20:] else len(row) for row in texts[0]]
-    assert len(set(ends)) > 1, "some rows end before others"
+        for seed, found in texts.items():
+            torch.manual_seed(seed)
+            found.append(call(draft, **options))
+    for found in texts.values():
+        assert found[1:] == found[:1] * 2
+        ends = [row.index(0, 20) if 0 in row[20:] else len(row) for row in found[0]]
+        assert len(set(ends)) > 1, "some rows end before others"
+    assert call(draft, **options) != texts[5][0], "without the seed"
 
 
 @pytest.mark.usefixtures("recording", "seen")

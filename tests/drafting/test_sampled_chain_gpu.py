@@ -95,6 +95,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     def counted_begin(self: GraphRunner, given: Any) -> DraftedChain | None:
         drafted = begin(self, given)
         noted.begun += drafted is not None
+        noted.chains += drafted is not None
         return drafted
 
     def counted_steps(self: ChainDrafter, *arguments: Any) -> Any:
