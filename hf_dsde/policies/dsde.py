@@ -237,11 +237,9 @@ class DSDEStoppingPolicy(StoppingPolicy):
         calibrating.
         """
         sl_min, sl_max = self._bounds()
-        with np.errstate(invalid="ignore"):  # an infinite SF times 0 is no number, ...
-            product = self._scaling_factor() * self._variance_ratio()
-            predicted = (1 - product) * (sl_max - sl_min) + sl_min
-            # ... and this is written so that it falls back to SL_min.
-            lengths: Floats = np.where(product <= 1, predicted, sl_min)
+        with np.errstate(invalid="ignore", over="ignore"):  # an infinite SF times 0 is no number: SL_min
+            share = np.fmax(1 - self._scaling_factor() * self._variance_ratio(), np.float32(0))
+        lengths: Floats = share * (sl_max - sl_min) + sl_min
         return lengths
 
     def _variance_ratio(self) -> Floats:
@@ -345,10 +343,8 @@ class DSDEStoppingPolicy(StoppingPolicy):
 
     def _counted_positions(self, drafted: Integers, accepted: Integers, active: Flags) -> Integers:
         """How many KLDs count of each row's block, from its front, shape `[rows]`; 0 where none is learned."""
-        counts = drafted
-        if self.kld_positions == "to_first_rejection":
-            counts = np.minimum(counts, accepted + 1)
-        return counts * (active & (drafted > 0))
+        counts = np.minimum(drafted, accepted + 1) if self.kld_positions == "to_first_rejection" else drafted
+        return counts * active
 
     def _next_length(self, accepted: Integers) -> Integers:
         """Calibration's next length: doubled once a row accepted all it was asked to draft, never below `sl_min`.
