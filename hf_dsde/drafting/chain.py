@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -116,7 +115,7 @@ class ChainDrafter(CachedModel):
         )
 
     def _stands(self, drafted: Drafted) -> bool:
-        """Whether it would be drafted so now, with what somebody looks at; which numbers a row draws, all decide."""
+        """Whether what was drafted ahead has all that is asked for, and the same rows: they draw their numbers together."""
         kept = drafted.logits is not None or not self._keeps_logits
         return kept and drafted.rows == len(self._runner.live_rows)
 
@@ -131,7 +130,7 @@ class ChainDrafter(CachedModel):
         *,
         goes_on: bool = False,
     ) -> Drafted | None:
-        """Draft as many tokens as the last round, with those that were chosen after the first pass.
+        """Draft `self._steps` tokens of each row after its first one; return all of them.
 
         Args:
             choice: As in `Chain`.
@@ -143,11 +142,27 @@ class ChainDrafter(CachedModel):
             goes_on: As in `Chain`.
 
         Returns:
-            All of them; None if `run` has done nothing.
+            `[rows, 1 + self._steps]` tokens; None if `run` has done nothing.
         """
+
+        def first_block() -> RowBlock:
+            places = self._texts.lengths[:, None].to(self._device)
+            return self._drafted_block(first().fed[:, None], places, output)
+
         drafted = None
         if self._steps:
-            drafted = run(replace(self._chain(choice, output, first, lengths, longest), goes_on=goes_on))
+            chain = Chain(
+                first_block,
+                lengths,
+                steps=self._steps,
+                longest=longest + self._steps,
+                choice=choice,
+                exit_layer=self.exit_layer,
+                keeps_logits=self._keeps_logits,
+                goes_on=goes_on,
+                fill=self._choices.fill(choice),
+            )
+            drafted = run(chain)
             if drafted is None:
                 return None
         tokens, probs = tokens_of(first, drafted)
@@ -157,34 +172,6 @@ class ChainDrafter(CachedModel):
             logits = torch.cat([output.logits, *steps], dim=1)
         own = self._of_target(tokens) if probs is None else tokens
         return Drafted(len(self._runner.live_rows), own, probs, logits)
-
-    def _chain(
-        self, choice: TokenChoice, output: PassOutput, first: Callable[[], Chosen], lengths: Tensor, longest: int
-    ) -> Chain:
-        """Return a chain of as many steps as the last one.
-
-        Args:
-            choice: As in `Chain`.
-            output: Of the first pass.
-            first: Gives the tokens that were chosen after it.
-            lengths: As in `Chain`.
-            longest: A bound on the rows' lengths.
-        """
-
-        def first_block() -> RowBlock:
-            places = self._texts.lengths[:, None].to(self._device)
-            return self._drafted_block(first().fed[:, None], places, output)
-
-        return Chain(
-            first_block,
-            lengths,
-            steps=self._steps,
-            longest=longest + self._steps,
-            choice=choice,
-            exit_layer=self.exit_layer,
-            keeps_logits=self._keeps_logits,
-            fill=self._choices.fill(choice),
-        )
 
     def _step_by_step(
         self, sequences: SequenceBatch, plan: RoundPlan, monitor: DraftMonitor, output: PassOutput
