@@ -115,7 +115,7 @@ class ChainDrafter(CachedModel):
         )
 
     def _stands(self, drafted: Drafted) -> bool:
-        """Whether what was drafted ahead has all that is asked for, and the same rows: they draw their numbers together."""
+        """Whether what was drafted ahead has all that is asked for, and the same rows: they draw numbers together."""
         kept = drafted.logits is not None or not self._keeps_logits
         return kept and drafted.rows == len(self._runner.live_rows)
 
