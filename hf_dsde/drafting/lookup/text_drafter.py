@@ -47,12 +47,12 @@ READ_BESIDE = 256
 CLASS_PROMISE = 16.0
 """Promised tokens of a class of agreements up to which all classes together say more of it than itself."""
 DEAR_COLUMN = 0.25
-"""Share of a plain round that a further column of all rows takes at least where it counts who is behind: a token more
+"""Share of a plain round that a further column of all rows takes at least where only stragglers count: a token more
 of a row that is ahead brings no more than that."""
 AHEAD = 32
 """Tokens that a row has to have more than the one that has fewest to be ahead of it."""
 FIRST_PACE = 1.5
-"""Tokens that a round with drafts is thought to bring most rows that are behind, before any was seen, ..."""
+"""Tokens that a round with drafts is thought to bring most stragglers, before any was seen, ..."""
 PACE_RATE = 0.2
 """... and the weight of a new round in that."""
 NO_OFFER = Offer()
@@ -119,7 +119,7 @@ class TextDrafter(Drafter, Generic[Text]):
         self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
         self._refilled = False  # whether rows that have ended make place for other texts
-        self._behind: set[int] | None = None  # rows that are behind, if that counts, ...
+        self._stragglers: set[int] | None = None  # rows with the fewest tokens, if only they count, ...
         self._pace = FIRST_PACE  # and the tokens that a round with drafts out of texts brings most of them
         self._looking = 0.0  # seconds of the last look, ...
         self._patience = math.inf  # how many of them a row has that bring nothing, before it is left out, ...
@@ -226,14 +226,14 @@ class TextDrafter(Drafter, Generic[Text]):
         overtaken, self._found, self._looked, self._looking = bool(self._found), (), (), 0.0
         prices = RoundPrices(costs, self._pass_rows, self._padded)
         column = self._column_price(prices)
-        self._note_who_is_behind(most, column)
+        self._note_stragglers(most, column)
         if self._pause and not overtaken:
             self._pause -= 1
             return drafts, None
         self._rests.next_look()
-        behind = range(len(most)) if self._behind is None else self._behind
+        lookable = range(len(most)) if self._stragglers is None else self._stragglers
         self._looked = [
-            row for row, n in enumerate(wanted) if n and most[row] and row in behind and self._rests.over(row)
+            row for row, n in enumerate(wanted) if n and most[row] and row in lookable and self._rests.over(row)
         ]
         if not self._looked:
             return drafts, None
@@ -258,26 +258,26 @@ class TextDrafter(Drafter, Generic[Text]):
         look_of_row, token = (ended - begun) / len(self._looked), choice.otherwise / len(going_on)
         self._patience = token / look_of_row if look_of_row else math.inf
         saved = choice.saved
-        if self._behind is not None:
+        if self._stragglers is not None:
             saved = min(saved, max(self._pace / choice.usual - 1, 0.0) * choice.otherwise)
         self._pause = int(max(ended - begun - saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
         return drafts, choice
 
-    def _note_who_is_behind(self, most: Sequence[int], column: float) -> None:
-        """Take note of the rows that are behind, where that counts.
+    def _note_stragglers(self, most: Sequence[int], column: float) -> None:
+        """Take note of the rows that have the fewest tokens, where only they count.
 
         A batch whose rows make no place for other texts ends with its last row: tokens of those that are ahead of it
         make later passes smaller, which brings far less than a pass less. That is worth columns where these cost next
-        to nothing. Where they are dear, only rows that are behind are looked up, and drafts save no more time than
+        to nothing. Where they are dear, only stragglers are looked up, and drafts save no more time than
         these get on faster: by their median, since a few rows that repeat themselves do not wait for the others.
         """
         if self._refilled or column < DEAR_COLUMN:
-            self._behind = None
+            self._stragglers = None
             return
         counts = self.call.sequences.generated_counts
         going_on = [row for row, n in enumerate(most) if n]
         bound = AHEAD + min((counts[row] for row in going_on), default=0)
-        self._behind = {row for row in going_on if counts[row] <= bound}
+        self._stragglers = {row for row in going_on if counts[row] <= bound}
 
     def _column_price(self, prices: RoundPrices) -> float:
         """A further column of all rows, in plain rounds; 0 where passes are padded: other rows may need it anyway."""
@@ -350,8 +350,8 @@ class TextDrafter(Drafter, Generic[Text]):
         self._looked = ()
         if not tried:
             return
-        if self._behind:
-            self._pace += PACE_RATE * (1 + median(accepted[row] for row in self._behind) - self._pace)
+        if self._stragglers:
+            self._pace += PACE_RATE * (1 + median(accepted[row] for row in self._stragglers) - self._pace)
         self._found = ()
         by_class = list(self._by_class)
         kept = promised = 0.0
