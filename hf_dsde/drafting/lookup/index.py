@@ -83,7 +83,7 @@ class TextIndex:
         """
         if not tokens:
             return
-        self.largest_token = max(self.largest_token, *tokens)
+        self.largest_token = max(self.largest_token, max(tokens))
         held = self._tokens
         held[-1:] = tokens
         held.append(END)
