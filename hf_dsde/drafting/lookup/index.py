@@ -83,7 +83,8 @@ class TextIndex:
         """
         if not tokens:
             return
-        self.largest_token = max(self.largest_token, max(tokens))
+        largest = max(tokens)
+        self.largest_token = max(self.largest_token, largest)
         held = self._tokens
         held[-1:] = tokens
         held.append(END)
