@@ -24,9 +24,9 @@ def text_jobs(results: Results) -> str:
             for (rows, task), (plain, *others) in found.items():
                 assert plain["method"] == PLAIN
                 ratios = [f"{ratio_spread(middle(one['ratios']))} ({code(one['method'])})" for one in others]
-                yield [str(rows), TASKS[task], rate_spread(middle(plain["speeds"])), *ratios]
+                yield [str(rows), str(plain["requests"]), TASKS[task], rate_spread(middle(plain["speeds"])), *ratios]
 
-    return table(["rows", "request", "`static:0`, tokens/s", "out of texts", "the head", "both"], lines())
+    return table(["rows", "requests", "kind", "`static:0`, tokens/s", "out of texts", "the head", "both"], lines())
 
 
 def rollouts(results: Results) -> str:
