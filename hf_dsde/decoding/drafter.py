@@ -175,7 +175,7 @@ class Drafter(CandidateGenerator, ABC):
         """The most tokens that the policy can let each row draft next, `[rows]`, int64; None for no limit."""
         return None
 
-    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:  # noqa: ARG002
+    def stage_next(self, going_on: Tensor, longest: int, foreseen: int | None) -> StagedStep | None:  # noqa: ARG002
         """Make the first step of the next proposal ready, before the host knows how this round ended.
 
         The texts have this round's tokens on the device already; their host copies lack them still.
@@ -183,6 +183,7 @@ class Drafter(CandidateGenerator, ABC):
         Args:
             going_on: Rows that may draft next, `[rows]`, bool.
             longest: A bound on the rows' lengths.
+            foreseen: The most tokens that the policy will let a row draft; None where it has not answered yet.
 
         Returns:
             What begins it; None if there is nothing to begin. The loop asks for nothing else before it has ended.

@@ -58,9 +58,10 @@ class DraftLengths:
     """Asks the policy, and counts the seconds that it takes on the host.
 
     A policy computes on the host, where its answer is needed and what it learns from arrives anyway: its dozens of
-    operations on a few numbers each take a GPU longer to launch than to run, and here they run beside the draft's first
-    pass. One that stops inside rounds is asked where the drafts are, and one that looks at whole distributions stays
-    with them; their seconds on a CUDA device are those to launch the work.
+    operations on a few numbers each take a GPU longer to launch than to run. Beside a GPU, one whose answer may lag
+    (`StoppingPolicy.may_lag`) learns from a round during the next one's pass of the target; while any other learns,
+    the device has the draft's passes only. One that stops inside rounds is asked where the drafts are, and one that
+    looks at whole distributions stays with them; their seconds on a CUDA device are those to launch the work.
 
     Args:
         policy: Decides.
@@ -94,6 +95,7 @@ class DraftLengths:
         self._config = config
         self._costs: LiveCosts | None = None
         self._wish: Sequence[int] = ()  # the policy's, of the next round
+        self._unlearnt: RoundOutcome | None = None  # of the last round, if the policy has not learnt from it yet
 
     @property
     def requires(self) -> frozenset[Signal]:
@@ -112,6 +114,7 @@ class DraftLengths:
         looks_at_logits = Signal.LOGITS in policy.requires
         self._device = self._sequences.device if policy.stops_inside_round or looks_at_logits else HOST
         self._learns_on_host = self._device == HOST and not looks_at_logits
+        self._beside = self._learns_on_host and not policy.stops_inside_round and overlaps(self._sequences.device)
         batch = BatchInfo(
             rows=self._sequences.rows,
             device=self._device,
@@ -172,15 +175,32 @@ class DraftLengths:
             fetched: What the host has been told of it and of the round.
         """
         most, room, *answer = fetched.lengths
-        with self._timed():
-            if answer:
-                (self._wish,) = answer
-            elif pending.plan.deferred is None:
-                assert pending.outcome is not None
-                active, unjudged = pending.plan.active_rows, pending.unjudged
-                self._policy.observe(fetched_outcome(pending.outcome, active, unjudged, fetched))
-                self._wish = self._policy.draft_lengths().tolist()
+        if answer:
+            (self._wish,) = answer
+        elif pending.outcome is not None:
+            lags, active = self._lags, pending.plan.active_rows
+            self._unlearnt = fetched_outcome(pending.outcome, active, pending.unjudged, fetched)
+            if not lags:
+                self.learn()
         return self._allotted(fetched.going_on, most, room)
+
+    def learn(self) -> None:
+        """Let the policy learn from a round that it has not learnt from, and answer again."""
+        outcome, self._unlearnt = self._unlearnt, None
+        if outcome is not None:
+            with self._timed():
+                self._policy.observe(outcome)
+                self._wish = self._policy.draft_lengths().tolist()
+
+    @property
+    def foreseen(self) -> int | None:
+        """The longest draft of the next round as far as it is the policy's to say, if its answer is there already."""
+        return min(max(self._wish), self._config.max_draft_length) if self._lags else None
+
+    @property
+    def _lags(self) -> bool:
+        """Whether the next round goes by an answer that the policy has given before this round is over."""
+        return self._beside and self._policy.may_lag
 
     def monitor(self, expect: Expect) -> DraftMonitor:
         """Return what a drafter asks in one round."""
@@ -189,6 +209,7 @@ class DraftLengths:
 
     def select_rows(self, places: Sequence[int]) -> None:
         """Rearrange the batch; -1 is a new sequence."""
+        self.learn()
         with self._timed():
             self._policy.select_rows(upload(places, self._device))
 

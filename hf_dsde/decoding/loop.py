@@ -161,6 +161,7 @@ class SpeculativeLoop:
         self._clock.mark(again=ahead.plain_begun)
         passed = ahead.run_target(candidates, plan)
         self._log.flush()
+        self._lengths.learn()
         logits = passed.logits.to(sequences.device)
         scores = self._scores(logits, candidates, plan)
         verified = verify(scores, candidates, do_sample=self._do_sample, acceptance=self._config.acceptance)
@@ -175,7 +176,7 @@ class SpeculativeLoop:
         probes = self._probes(plan.index + 1)
         if ahead.overlaps:
             self._clock.mark()
-            ahead.stage(going_on, candidates.width, plain=probes or plan.foretells_plain(1))
+            ahead.stage(going_on, candidates.width, self._lengths.foreseen, plain=probes or plan.foretells_plain(1))
         pending = self._lengths.after(done, self._log.times)
         vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, *pending.vectors]
         download = Download(vectors, new_tokens, pending.signals)

@@ -82,17 +82,18 @@ class RunAhead:
             return plain() if result is None else result
         return (staged or self._stage_candidates(candidates, plan))()
 
-    def stage(self, going_on: Tensor, width: int, *, plain: bool) -> None:
+    def stage(self, going_on: Tensor, width: int, foreseen: int | None, *, plain: bool) -> None:
         """Get the next round's first passes ready, from what the device alone knows of the text.
 
         Args:
             going_on: Rows that take part, `[rows]`, bool.
             width: Tokens that the row that drafted most has drafted in this round.
+            foreseen: The most that a row will draft in the next one, if that is known.
             plain: Whether the next round may be one without drafts.
         """
         longest = self._longest(width + 1)  # the host's lengths are those before this round
         self._going_on, self._bound = going_on, longest
-        self._draft = self._drafter.stage_next(going_on, longest)
+        self._draft = self._drafter.stage_next(going_on, longest, foreseen)
         if plain:
             nothing = self._sequences.tokens[:, :0]
             self._plain = self._stage(nothing, going_on.long(), None, longest)

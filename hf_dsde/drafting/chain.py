@@ -68,7 +68,7 @@ class ChainDrafter(CachedModel):
         self._choices = TokenChoices(self.model, self._process, self._vocabulary, do_sample=call.do_sample)
         self._staged: Callable[[], PassOutput] | None = None
         self._choice: TokenChoice | None = None  # of the last round's chain, ...
-        self._steps = 0  # and how many steps it had
+        self._steps = 0  # and how many steps it had, or the next one will have
 
     @property
     def exit_layer(self) -> int | None:
@@ -222,7 +222,7 @@ class ChainDrafter(CachedModel):
         tokens, probs = choose(scores, self.call.do_sample)
         return DraftStep(position, tokens, logits, scores, drafting), probs
 
-    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
+    def stage_next(self, going_on: Tensor, longest: int, foreseen: int | None) -> StagedStep | None:
         """Stage the last tokens of each row: after a proposal, no row that drafted misses more."""
         self._staged = self._prepared = None
         fits = self._context is None or longest <= self._context
@@ -230,6 +230,8 @@ class ChainDrafter(CachedModel):
             return None
         width = self._widest_gap()
         self._staged = self._runner.stage(only_rows(self._text_block(width), going_on), longest, keep=1)
+        if foreseen is not None:
+            self._steps = max(foreseen - 1, 0)
         return StagedStep(partial(self._feed_staged, width, going_on, longest), beside=self._runner.replays)
 
     def _widest_gap(self) -> int:
@@ -238,7 +240,7 @@ class ChainDrafter(CachedModel):
         return max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
 
     def _feed_staged(self, width: int, going_on: Tensor, longest: int) -> Tensor | None:
-        """Run the first pass, and as many steps as the last round had: the next one rarely has fewer."""
+        """Run the first pass, and the steps foreseen, or else as many as the last round had: it rarely needs fewer."""
         staged, self._staged = self._staged, None
         assert staged is not None
         choice, output = self._choice, staged()

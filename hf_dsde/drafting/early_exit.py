@@ -171,10 +171,10 @@ class EarlyExitDrafter(ChainDrafter):
             monitor = monitor.stopping(lambda step: _unsure(step, threshold))
         return super().get_candidates(sequences, plan, monitor)
 
-    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
+    def stage_next(self, going_on: Tensor, longest: int, foreseen: int | None) -> StagedStep | None:
         """Stage each row's last token, for the exit that was best a round ago: how this one ended is not known yet."""
         self._exit = self._best_exit()
-        return super().stage_next(going_on, longest)
+        return super().stage_next(going_on, longest, foreseen)
 
     def accept(self, verified: VerifiedBlock, hidden: tuple[Tensor, ...]) -> None:  # noqa: ARG002
         """Send each exit's shadow tokens on their way to the host."""

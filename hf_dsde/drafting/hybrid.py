@@ -142,11 +142,11 @@ class HybridDrafter(Drafter):
         self.model.begin_texts(rows)
         self._acceptance.begin(rows)
 
-    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
+    def stage_next(self, going_on: Tensor, longest: int, foreseen: int | None) -> StagedStep | None:
         """Use the host's time for the texts, and stage the model's step if it has drafted in this round."""
         self._acceptance.settle()
-        self.text.stage_next(going_on, longest)
-        return self.model.stage_next(going_on, longest)
+        self.text.stage_next(going_on, longest, foreseen)
+        return self.model.stage_next(going_on, longest, foreseen)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out."""

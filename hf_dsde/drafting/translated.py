@@ -137,7 +137,7 @@ class TranslatedDrafter(ModelDrafter):
         """No limit that the target's text could tell: `allot` knows the draft's."""
         return None
 
-    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:  # noqa: ARG002
+    def stage_next(self, going_on: Tensor, longest: int, foreseen: int | None) -> StagedStep | None:  # noqa: ARG002
         """Nothing: what the draft reads next is known when the host has the round's tokens."""
         self._staged = self._prepared = None
         return None

@@ -56,6 +56,11 @@ class AutoPolicy(StoppingPolicy):
         """Whether the chosen policy does; not before the choice, which falls on no such policy beside a GPU."""
         return self._chosen is not None and self._chosen.stops_inside_round
 
+    @property
+    def may_lag(self) -> bool:
+        """While the chosen policy may."""
+        return self.chosen.may_lag
+
     def start(self, batch: BatchInfo) -> None:
         """Choose, forget everything and prepare for a batch."""
         self._chosen = MarginalGoodputPolicy() if stopping_inside_pays(batch) else GoodputPolicy()

@@ -245,6 +245,16 @@ class StoppingPolicy(ABC):
         what is wanted is then done after it, and the policy does not observe it.
         """
 
+    @property
+    def may_lag(self) -> bool:
+        """Whether the round after the next observation may still go by the lengths that were answered before it.
+
+        Asked when a round is over. If so, a GPU begins the next round with them, and the policy learns meanwhile:
+        nothing waits for its arithmetic. What it observes of that round then answers the lengths before the last ones.
+        False, the default, suits a policy that must know which of its answers it observes, as a bandit must.
+        """
+        return False
+
     def should_stop(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - part of the contract
         """Rows that draft no further token in this round, shape `[rows]`, bool; the token just drafted stays.
 

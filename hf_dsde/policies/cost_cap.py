@@ -46,6 +46,11 @@ class CostCap(GoodputPolicy):
         """Whether the other policy does."""
         return self._policy.stops_inside_round
 
+    @property
+    def may_lag(self) -> bool:
+        """While both may."""
+        return self._policy.may_lag and super().may_lag
+
     def start(self, batch: BatchInfo) -> None:
         """Forget everything and prepare for a batch."""
         self._policy.start(batch)

@@ -220,6 +220,11 @@ class DSDEStoppingPolicy(StoppingPolicy):
             best_accepted=np.zeros(rows, np.int64),
         )
 
+    @property
+    def may_lag(self) -> bool:
+        """Always: what it learns from a draft does not depend on who has asked for it."""
+        return True
+
     def draft_lengths(self) -> Tensor:
         """Each row's length, shape `[rows]`, int64: `min(ceil(SL^), SL_cap)`, or its calibration length."""
         return torch.from_numpy(self._lengths()).to(self._device)

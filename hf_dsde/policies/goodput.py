@@ -149,6 +149,11 @@ class GoodputPolicy(StoppingPolicy):
         put_aside = self._probe_price if self.probe_share > 0 else 0.0
         self._budget = put_aside if self._best == 0 else 0.0  # time for probes, in plain steps
 
+    @property
+    def may_lag(self) -> bool:
+        """While it drafts; probes and plain rounds between them are asked for one by one."""
+        return self._best > 0
+
     def draft_lengths(self) -> Tensor:
         """The same length for every row, shape `[rows]`, int64; in a probe 1 for a few and 0 for the others."""
         return torch.tensor(self._lengths(), device=self._device)

@@ -29,6 +29,11 @@ class StaticPolicy(StoppingPolicy):
         length = min(self.num_draft_tokens, batch.max_draft_length)
         self._lengths = torch.full((batch.rows,), length, device=batch.device)
 
+    @property
+    def may_lag(self) -> bool:
+        """Always: it learns nothing."""
+        return True
+
     def draft_lengths(self) -> Tensor:
         """The fixed length, shape `[rows]`, int64."""
         if self._lengths is None:

@@ -263,11 +263,11 @@ def test_texts_are_read_beside_passes_while_nobody_is_looked_up() -> None:
     drafter = hf_dsde.SuffixDrafter(share_answers=False)
     sequences = begun(drafter, [[5, 6, 7], [8, 9]], new_tokens=600)
     nobody = torch.zeros(2).bool()
-    drafter.stage_next(nobody, 9)
+    drafter.stage_next(nobody, 9, None)
     assert drafter._texts == [None, None], "a row that nobody asks for costs nothing"
     drafter.propose(sequences, [4, 0])
     write(sequences, [[1] * 4, [2] * 4])
-    drafter.stage_next(nobody, 9)
+    drafter.stage_next(nobody, 9, None)
     assert len(drafter._texts[0] or []) == 7
     assert drafter._texts[1] is None
     assert [list(each.tokens) for each in drafter.propose(sequences, [2, 2])] == [[1, 1], [2, 2]]

@@ -117,11 +117,11 @@ class MemoryDrafter(TextDrafter[TextIndex]):
             self._read(row).learn()
         return read
 
-    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:
+    def stage_next(self, going_on: Tensor, longest: int, foreseen: int | None) -> StagedStep | None:
         """Let contexts lead to what was read before, and take answers into the memory, beside the target's pass."""
         self._has_time = True
         self._take_in()
-        staged = super().stage_next(going_on, longest)
+        staged = super().stage_next(going_on, longest, foreseen)
         for text in self._texts:
             if text is not None:
                 text.learn()

@@ -370,7 +370,7 @@ class TextDrafter(Drafter, Generic[Text]):
         text.extend(self.call.sequences.host_text(row, first=len(text)))
         return text
 
-    def stage_next(self, going_on: Tensor, longest: int) -> StagedStep | None:  # noqa: ARG002
+    def stage_next(self, going_on: Tensor, longest: int, foreseen: int | None) -> StagedStep | None:  # noqa: ARG002
         """Read what texts have gone on with while they were not looked up, beside the target's pass; no step begins."""
         lengths, left = self.call.sequences.length_counts, READ_BESIDE
         for row, text in enumerate(self._texts):
