@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from hf_dsde import signals
 from hf_dsde.kernels.block import Block
+from hf_dsde.kernels.four_bit_weights import FourBits
+from hf_dsde.kernels.four_bit_weights import four_bit_linear as four_bit_linear
 
 QUERIES_AT_ONCE = 64
 """Tokens whose keys and values are gathered at once; bounds the memory of `ragged_attention`, not its result."""
@@ -111,6 +113,15 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 def side_by_side(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
     """Return what each of some linear modules makes of the same `x`, `[T, H]`."""
     return [product(x) for product in products]
+
+
+def reads_four_bits(
+    tokens: int,  # noqa: ARG001 - as the kernels
+    weight: FourBits,  # noqa: ARG001
+    dtype: torch.dtype,  # noqa: ARG001
+) -> bool:
+    """Whether `four_bit_linear` is preferred to calling modules: never, since those know their device better."""
+    return False
 
 
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
