@@ -1,4 +1,4 @@
-"""Weights of four bits, as bitsandbytes stores them, and their product in plain torch.
+"""Weights of four bits, as bitsandbytes stores them.
 
 A weight `[N, K]` is a row of N * K codes, two a byte, the first of them in the high half. A code stands for one of 16
 numbers between -1 and 1, and consecutive codes share a scale, the largest absolute value of their block. Scales are
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 NUMBERS = {
     "nf4": (
@@ -21,8 +20,8 @@ NUMBERS = {
     ),
     "fp4": tuple(sign * eighth / 12 for sign in (1, -1) for eighth in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
 }  # fmt: skip
-"""Kind -> what its codes stand for, float32. nf4: Dettmers et al., "QLoRA", 2023, appendix E. fp4: a sign, two bits of an
-exponent and one of a mantissa, divided by the largest."""
+"""Kind -> what its codes stand for, float32. nf4: Dettmers et al., "QLoRA", 2023, appendix E. fp4: a sign, two bits of
+an exponent and one of a mantissa, divided by the largest."""
 
 
 class NestedScales(NamedTuple):
@@ -79,18 +78,3 @@ def _scales(weight: FourBits) -> Tensor:
     numbers, absmax, offset, blocksize = weight.nested
     places = torch.arange(len(weight.absmax), device=absmax.device) // blocksize
     return numbers[weight.absmax.long()] * absmax[places] + offset
-
-
-def four_bit_linear(x: Tensor, weight: FourBits, bias: Tensor | None = None) -> Tensor:
-    """Multiply tokens by a weight of four bits.
-
-    Args:
-        x: `[T, K]`.
-        weight: `[N, K]`.
-        bias: `[N]`, of the dtype of `x`.
-
-    Returns:
-        `x @ weight.T + bias`, `[T, N]`, rounded once. What the weight stands for is of the dtype of `x` first; the
-        kernel rounds the numbers that codes stand for instead, and not their products with scales.
-    """
-    return functional.linear(x, dequantised(weight, x.dtype), bias)

@@ -36,7 +36,7 @@ _BYTES_OF_NUMBERS = """{{
 mov.b32 codes, $4;
 shr.u32 later, codes, 16;
 {first}{second}}}"""
-"""Four bytes, $4, to the numbers of their high codes, two in $0 and two in $1, and those of their low codes, $2 and $3."""
+"""Four bytes, $4, to the numbers of their high codes, two in $0 and two in $1, and of their low codes, $2 and $3."""
 _TWO_BYTES = """and.b32 place, {codes}, 0x7777;
 shr.u32 upper, {codes}, 1;
 and.b32 upper, upper, 0x4444;
@@ -85,9 +85,9 @@ def _numbers(codes: tl.tensor, table: tl.tensor, permute: tl.constexpr) -> tuple
         high = tl.load(table + (codes >> 4).to(tl.int32))
         low = tl.load(table + (codes & 15).to(tl.int32))
     else:
-        element: tl.constexpr = table.dtype.element_ty
+        kind = table.dtype.element_ty
         high, low = tl.inline_asm_elementwise(
-            permute, "=&r,=&r,=&r,=&r,r", [codes], dtype=(element, element), is_pure=True, pack=4
+            permute, "=&r,=&r,=&r,=&r,r", [codes], dtype=(kind, kind), is_pure=True, pack=4
         )
     return high, low
 
@@ -98,9 +98,8 @@ def _stored_scales(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Scales of blocks as they are stored, and the scales that those have."""
     scale = tl.load(absmax + block)
-    if nested:
-        return scale, tl.load(inner_absmax + block // inner)
-    return scale, scale
+    of_scale = tl.load(inner_absmax + block // inner) if nested else scale
+    return scale, of_scale
 
 
 @triton.jit
@@ -108,9 +107,7 @@ def _scales(
     stored: tl.tensor, of_stored: tl.tensor, inner_numbers: tl.tensor, offset: tl.tensor, nested: tl.constexpr
 ) -> tl.tensor:
     """Scales in float32."""
-    if nested:
-        return tl.load(inner_numbers + stored.to(tl.int32)) * of_stored + offset
-    return stored
+    return tl.load(inner_numbers + stored.to(tl.int32)) * of_stored + offset if nested else stored
 
 
 @triton.jit(do_not_specialize=["total", "rows"])
@@ -156,45 +153,32 @@ def _four_bit_kernel(
     first = read[None, :] * width
     last = width - 2 * half
     await_inputs(chained)
-    offset = 0.0
-    if nested:
-        offset = tl.load(inner_offset)
-    # Scales of the next two reads are under way: they are used in no product, so that the compiler reads none ahead.
+    offset = tl.load(inner_offset) if nested else 0.0
+    # Scales of the next read are under way: they are part of no product, so that the compiler reads none ahead.
     place = tl.minimum(2 * (begin + piece * half), last)[:, None]
     stored, of_stored = _stored_scales(absmax, inner_absmax, (first + place) // blocksize, nested, inner_blocksize)
-    place = tl.minimum(2 * (begin + (slices + piece) * half), last)[:, None]
-    later, of_later = _stored_scales(absmax, inner_absmax, (first + place) // blocksize, nested, inner_blocksize)
-    if slices == 1:
-        sums = tl.zeros((block_m, block_n), tl.float32)
-    else:
-        sums = tl.zeros((slices, block_m, block_n), tl.float32)
+    sums = tl.zeros((slices, block_m, block_n), tl.float32)
     for step in tl.range(0, steps, num_stages=stages):
         start = begin + step * slices * half
-        if even:
-            states = tl.load(of_token + start, mask=present, other=0)
-            weights = tl.load(of_row + start)
-        else:
-            inside = start + column < width // 2
-            states = tl.load(of_token + start, mask=present & inside, other=0)
-            weights = tl.load(of_row + start, mask=inside, other=0)
-        place = tl.minimum(2 * (start + (2 * slices + piece) * half), last)[:, None]
-        latest, of_latest = _stored_scales(absmax, inner_absmax, (first + place) // blocksize, nested, inner_blocksize)
+        inside = start + column < width // 2
+        states = tl.load(of_token + start, mask=present if even else present & inside, other=0)
+        weights = tl.load(of_row + start) if even else tl.load(of_row + start, mask=inside, other=0)
+        place = tl.minimum(2 * (start + (slices + piece) * half), last)[:, None]
+        later, of_later = _stored_scales(absmax, inner_absmax, (first + place) // blocksize, nested, inner_blocksize)
         high, low = _numbers(weights, table, permute)
         evens = (states & 0xFFFF).to(tl.int16).to(element, bitcast=True)
         odds = (states >> 16).to(tl.int16).to(element, bitcast=True)
         scale = _scales(stored, of_stored, inner_numbers, offset, nested)
-        if slices == 1:
+        if slices == 1:  # of a batch of one, every warp would compute everything
             part = tl.dot(tl.reshape(evens, (block_m, half)), tl.trans(tl.reshape(high, (block_n, half))))
             part = tl.dot(tl.reshape(odds, (block_m, half)), tl.trans(tl.reshape(low, (block_n, half))), part)
-            sums += part * scale
+            sums += (part * scale)[None, :, :]
         else:
             part = tl.dot(evens, tl.permute(high, (0, 2, 1)))
             part = tl.dot(odds, tl.permute(low, (0, 2, 1)), part)
             sums += part * scale[:, None, :]
         stored, of_stored = later, of_later
-        later, of_later = latest, of_latest
-    if slices > 1:
-        sums = tl.sum(sums, axis=0)
+    sums = tl.sum(sums, axis=0)
     if biased:
         sums += tl.load(bias + read).to(tl.float32)[None, :]
     target = out + tl.program_id(1) * total * rows + token[:, None] * rows + row[None, :]
@@ -291,8 +275,8 @@ def _check_fit(x: Tensor, weight: FourBits, plan: FourBitPlan) -> None:
     most = min(MOST_TOKENS, plan.block_m)
     if x.dim() != 2 or len(x) > most or x.shape[1] != weight.width or x.dtype.itemsize != 2:
         msg = (
-            f"x: has the shape {tuple(x.shape)} and dtype {x.dtype}, but up to {most} tokens of {weight.width} elements "
-            "in bfloat16 or float16 are needed. Dequantise the weight for others."
+            f"x: has the shape {tuple(x.shape)} and dtype {x.dtype}, but up to {most} tokens of {weight.width} "
+            "elements in bfloat16 or float16 are needed. Dequantise the weight for others."
         )
         raise ValueError(msg)
     if weight.width % SLICE or weight.blocksize % SLICE or 2 * weight.codes.numel() != weight.rows * weight.width:
