@@ -76,7 +76,7 @@ def make_four_bits(case: FourBitCase, dtype: torch.dtype) -> FourBitProduct:
 
 def slow_numbers(kind: str) -> list[float]:
     """What the codes 0 to 15 stand for."""
-    return list(NF4) if kind == "nf4" else [sign * size for sign in (1.0, -1.0) for size in FP4_MAGNITUDES]
+    return list(NF4) if kind == "nf4" else [sign * size + 0.0 for sign in (1.0, -1.0) for size in FP4_MAGNITUDES]
 
 
 def slow_weight(weight: FourBits, numbers: list[float] | None = None) -> Tensor:
