@@ -112,7 +112,7 @@ def adapters_of(module: nn.Module, dtype: torch.dtype) -> _Adapters:
     lora: Any = module
     kind: Any = type(module)
     file = kind.__module__
-    known = file in _LORA_FILES and kind is getattr(sys.modules[file], _LORA_FILES[file])
+    known = file in _LORA_FILES and kind is getattr(sys.modules[file], _LORA_FILES[file], None)
     if not known or kind.forward.__module__ != file or not _as_made(module):
         return None
     if lora.disable_adapters or lora.merged:

@@ -110,7 +110,7 @@ def _scales(
     return tl.load(inner_numbers + stored.to(tl.int32)) * of_stored + offset if nested else stored
 
 
-@triton.jit(do_not_specialize=["total", "rows"])
+@triton.jit(do_not_specialize=["total", "rows", "steps"])
 def _four_bit_kernel(
     pairs: tl.tensor,
     codes: tl.tensor,
