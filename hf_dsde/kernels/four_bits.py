@@ -245,14 +245,14 @@ def launch_four_bits(x: Tensor, weight: FourBits, bias: Tensor | None, plan: Fou
     parts, nested = out, weight.nested
     if splits > 1:
         parts = torch.empty((splits * len(x), weight.rows), dtype=torch.float32, device=x.device)
-    chained = chaining(x.device)
+    chained, permute = chaining(x.device), _permute(weight.kind, x)
     _four_bit_kernel[(triton.cdiv(weight.rows, plan.block_n), splits)](
-        # Where scales are not nested, or there is no bias, any tensor will do: it is not read.
+        # Where scales are not nested, or there is no bias or no table, any tensor will do: it is not read.
         pairs, weight.codes, weight.absmax, *((weight.absmax,) * 3 if nested is None else nested[:3]),
-        _table(weight.kind, x.dtype, x.device), x if bias is None else bias, parts,
+        _table(weight.kind, x.dtype, x.device) if permute is None else x, x if bias is None else bias, parts,
         len(x), weight.rows, weight.width, pairs.stride(0), steps,
         blocksize=weight.blocksize, inner_blocksize=1 if nested is None else nested.blocksize,
-        nested=nested is not None, biased=bias is not None and splits == 1, permute=_permute(weight.kind, x),
+        nested=nested is not None, biased=bias is not None and splits == 1, permute=permute,
         block_m=plan.block_m, block_n=plan.block_n, slices=plan.slices,
         even=reads % steps == 0 and weight.width % (SLICE * plan.slices) == 0, stages=plan.stages,
         num_warps=plan.warps, **chained,
