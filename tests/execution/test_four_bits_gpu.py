@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def distance(found: Tensor, x: Tensor, weight: FourBits, bias: Tensor | None) ->
     right = x.double() @ exact.T + (0 if bias is None else bias.double())
     # Terms are off by one rounding each, in either direction, and the result by another.
     terms = (x.double().square() @ exact.square().T).sqrt()
-    return float(((found.double() - right).abs() / (NEAR[x.dtype] * (6 * terms + right.abs()))).max())
+    return float(((found.double() - right).abs() / (NEAR[x.dtype] * (2 * terms + right.abs()))).max())
 
 
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
@@ -80,7 +79,7 @@ def test_products_are_those_of_the_modules(kind: str, blocksize: int, nested: bo
             found = four_bit_linear(x, weight, module.bias)
             assert (found.dtype, found.shape) == (dtype, (tokens, rows))
             assert distance(found, x, weight, module.bias) < 1
-            # bitsandbytes' own product with one token rounds thrice.
+            # bitsandbytes rounds the weight, and with few tokens whatever its kernels do.
             torch.testing.assert_close(found, module(x), rtol=8 * NEAR[dtype], atol=16 * NEAR[dtype])
         for wrong in (
             weight._replace(codes=(module.weight.data << 4) | (module.weight.data >> 4)),
@@ -153,7 +152,9 @@ def test_weights_that_were_moved_or_quantised_again_are_recorded_again(
     target, draft = four_bit_model(torch.bfloat16)
     text(target, draft)
     before = len(recorded)
-    held = copy.deepcopy(target.model.layers[0].mlp.down_proj)  # what a quantiser left would be reused at once
+    # Kept, so that what is moved back cannot lie where it lay.
+    weights = [module.weight for module in target.modules() if hasattr(module, "quant_state")]
+    kept = [(weight.data, weight.quant_state.absmax) for weight in weights]
     target.to("cpu")
     target.to(CUDA)
     found = text(target, draft)
@@ -161,12 +162,13 @@ def test_weights_that_were_moved_or_quantised_again_are_recorded_again(
     moved = len(recorded)
     assert moved > before
     for layer in target.model.layers:
-        plain = made(*held.weight.quant_state.shape, torch.bfloat16)
+        plain = made(*layer.mlp.down_proj.weight.quant_state.shape, torch.bfloat16)
         layer.mlp.down_proj = quantised(plain, "nf4", nested=True)
     changed = text(target, draft)
     check(target, changed)
     assert len(recorded) > moved
     assert not torch.equal(changed, found)
+    assert kept
 
 
 @pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=str)
