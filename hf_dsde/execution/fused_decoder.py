@@ -27,6 +27,7 @@ from hf_dsde.execution.linear_products import gated_product, products
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.torch_modes import without_autocast
 from hf_dsde.kernels.block import Block
+from hf_dsde.kernels.four_bit_weights import FourBits
 from hf_dsde.kernels.reference import LowRank
 
 
@@ -44,6 +45,12 @@ class FusedOps(Protocol):
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """Return silu(x gate^T) * (x up^T)."""
+
+    def reads_four_bits(self, tokens: int, weight: FourBits, dtype: torch.dtype) -> bool:
+        """Say whether `four_bit_linear` is preferred to a module."""
+
+    def four_bit_linear(self, x: Tensor, weight: FourBits, bias: Tensor | None) -> Tensor:
+        """Return the product with a weight of four bits."""
 
     def add_low_rank(self, x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]]) -> list[Tensor]:
         """Return what one to three modules made of `x`, with what their adapters add to it."""

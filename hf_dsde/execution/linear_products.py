@@ -1,19 +1,21 @@
 """What linear modules that share an input make of it in a fused pass.
 
-Modules are called as they are, unless the ops take over what they compute: the products of plain ones, and what LoRA
-adapters of PEFT add to a module, which as modules of their own would be four small kernels each.
+Modules are called as they are, unless the ops take over what they compute: the products of plain ones, those with
+weights of four bits, and what LoRA adapters of PEFT add to a module, which as modules of their own would be four small
+kernels each.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_dsde.execution.four_bit_modules import four_bits_of
 from hf_dsde.kernels.reference import LowRank
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 _KEEP_NOTHING = frozenset({"torch", "transformers", "peft"})
 """Packages whose modules share no memory with each other while they run."""
-_LORA_FILE = "peft.tuners.lora.layer"
+_LORA_FILES = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}
+"""File of PEFT's modules -> the class there that adds LoRA to a linear module, the latter to one of four bits."""
 _Adapters = tuple[LowRank, ...] | None
 
 
@@ -41,11 +44,7 @@ def products(ops: FusedOps, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
 
     @cache
     def results() -> list[Tensor]:
-        if _taken_over(ops, bases, x):
-            return _linears(ops, bases, x)
-        if all(map(_may_run_beside, bases)):
-            return ops.side_by_side(bases, x)
-        return [base(x) for base in bases]
+        return _linears(ops, bases, x) if _taken_over(ops, bases, x) else _called(ops, bases, x)
 
     return _adapted(ops, results, adapters, x)
 
@@ -58,11 +57,11 @@ def gated_product(ops: FusedOps, gate: Any, up: Any, x: Tensor) -> Tensor:
     if not any(adapters):
         if taken and gate.bias is None and up.bias is None:
             return ops.gated_linear(x, gate.weight, up.weight)
-        return ops.silu_mul(gate(x), up(x))
+        return ops.silu_mul(*_one_by_one(ops, bases, x))
 
     @cache
     def results() -> list[Tensor]:
-        return _linears(ops, bases, x) if taken else [gate(x), up(x)]
+        return _linears(ops, bases, x) if taken else _one_by_one(ops, bases, x)
 
     complete = [each for each in adapters if each]
     if len(complete) == len(adapters):
@@ -78,6 +77,27 @@ def _taken_over(ops: FusedOps, modules: Sequence[Any], x: Tensor) -> bool:
     return ops.pays(len(x), len(modules), rows, x.shape[-1], x.dtype, x.device)
 
 
+def _called(ops: FusedOps, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """What modules make of `x`, side by side where they may be."""
+    calls = [_call(ops, module, x) for module in modules]
+    beside = all(not isinstance(call, nn.Module) or _may_run_beside(call) for call in calls)
+    return ops.side_by_side(calls, x) if beside else [call(x) for call in calls]
+
+
+def _one_by_one(ops: FusedOps, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """What modules make of `x`, each of which occupies the device by itself."""
+    return [_call(ops, module, x)(x) for module in modules]
+
+
+def _call(ops: FusedOps, module: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """The module, or what computes the same in its place if its weight has four bits."""
+    weight = four_bits_of(module, x.dtype) if _as_made(module) else None
+    if weight is None or not ops.reads_four_bits(len(x), weight, x.dtype):
+        call: Callable[[Tensor], Tensor] = module
+        return call
+    return partial(ops.four_bit_linear, weight=weight, bias=module.bias)
+
+
 def adapters_of(module: nn.Module, dtype: torch.dtype) -> _Adapters:
     """Return what a module of PEFT adds to its base layer, if that is plain LoRA. Looked up again each time.
 
@@ -89,10 +109,11 @@ def adapters_of(module: nn.Module, dtype: torch.dtype) -> _Adapters:
         Active adapters in their order; none where they are disabled or merged. None if the module has to be called:
         another class, a variant such as DoRA, dropout while training, a bias, a hook, or other dtypes.
     """
-    file = sys.modules.get(_LORA_FILE)
-    kind: Any = None if file is None else file.Linear
     lora: Any = module
-    if type(module) is not kind or kind.forward.__module__ != _LORA_FILE or not _as_made(module):
+    kind: Any = type(module)
+    file = kind.__module__
+    known = file in _LORA_FILES and kind is getattr(sys.modules[file], _LORA_FILES[file], None)
+    if not known or kind.forward.__module__ != file or not _as_made(module):
         return None
     if lora.disable_adapters or lora.merged:
         return None if lora.disable_adapters and lora.merged else ()  # its own forward would take weights apart again

@@ -24,6 +24,8 @@ from hf_dsde.kernels.branches import side_by_side
 from hf_dsde.kernels.chaining import await_inputs, chaining
 from hf_dsde.kernels.distribution import entropy_and_top
 from hf_dsde.kernels.divergence import kl_divergence
+from hf_dsde.kernels.four_bit_plan import reads_four_bits
+from hf_dsde.kernels.four_bits import four_bit_linear
 from hf_dsde.kernels.launching import on_its_device
 from hf_dsde.kernels.linear import gated_linear, linears, pays
 from hf_dsde.kernels.low_rank import add_low_rank, gated_low_rank
@@ -33,6 +35,7 @@ __all__ = [
     "add_low_rank",
     "add_rms_norm",
     "entropy_and_top",
+    "four_bit_linear",
     "gated_linear",
     "gated_low_rank",
     "kl_divergence",
@@ -40,6 +43,7 @@ __all__ = [
     "nucleus",
     "pays",
     "ragged_attention",
+    "reads_four_bits",
     "rms_norm",
     "rotate_and_store",
     "side_by_side",

@@ -27,8 +27,8 @@ IN_TORCH: dict[str, Callable[..., Any]] = {
     **{
         name: getattr(reference, name)
         for name in (
-            "add_low_rank", "add_rms_norm", "entropy_and_top", "gated_linear", "gated_low_rank", "kl_divergence",
-            "linears", "nucleus", "rms_norm", "rotate_and_store", "silu_mul",
+            "add_low_rank", "add_rms_norm", "entropy_and_top", "four_bit_linear", "gated_linear", "gated_low_rank",
+            "kl_divergence", "linears", "nucleus", "rms_norm", "rotate_and_store", "silu_mul",
         )
     },
     "ragged_attention": padded_attention,

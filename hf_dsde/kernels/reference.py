@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hf_dsde import signals
 from hf_dsde.kernels.block import Block
+from hf_dsde.kernels.four_bit_weights import FourBits, dequantised
 
 QUERIES_AT_ONCE = 64
 """Tokens whose keys and values are gathered at once; bounds the memory of `ragged_attention`, not its result."""
@@ -111,6 +112,30 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 def side_by_side(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
     """Return what each of some linear modules makes of the same `x`, `[T, H]`."""
     return [product(x) for product in products]
+
+
+def reads_four_bits(
+    tokens: int,  # noqa: ARG001 - as the kernels
+    weight: FourBits,  # noqa: ARG001
+    dtype: torch.dtype,  # noqa: ARG001
+) -> bool:
+    """Whether `four_bit_linear` is preferred to calling modules: never, since those know their device better."""
+    return False
+
+
+def four_bit_linear(x: Tensor, weight: FourBits, bias: Tensor | None = None) -> Tensor:
+    """Multiply tokens by a weight of four bits.
+
+    Args:
+        x: `[T, K]`.
+        weight: `[N, K]`.
+        bias: `[N]`, of the dtype of `x`.
+
+    Returns:
+        `x @ weight.T + bias`, `[T, N]`, rounded once. What the weight stands for is rounded to the dtype of `x` first;
+        the kernel rounds the numbers that codes stand for instead, and not their products with scales.
+    """
+    return functional.linear(x, dequantised(weight, x.dtype), bias)
 
 
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:

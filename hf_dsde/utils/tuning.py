@@ -56,6 +56,12 @@ class Tuning:
             (skinny_products_h100.json).
         wide_plan: Of either kind, for more than 16 tokens, which need room themselves: little is read ahead
             (skinny_products_h200.json).
+        four_bit_tokens: Up to so many tokens, this package's product with weights of four bits is preferred to that of
+            bitsandbytes.
+        four_bit_plans: Tokens that a program computes with -> rows of the weight, slices of a row that are read at
+            once, warps and stages, as in `hf_dsde.kernels.four_bit_plan.FourBitPlan`.
+        four_bit_programs: The inner dimension of such a product is divided where rows alone would give half as many
+            programs, or fewer.
         branch_tokens: Up to so many tokens, products of one input are branches of a recorded pass; with more, every
             product occupies the device by itself (H200, up to 256 rows).
         attention: What launches of the attention kernel are divided by (attention_h200.json).
@@ -84,6 +90,9 @@ class Tuning:
     linears_plans: Mapping[int, ProductShape]
     gated_plans: Mapping[int, ProductShape]
     wide_plan: ProductShape
+    four_bit_tokens: int
+    four_bit_plans: Mapping[int, ProductShape]
+    four_bit_programs: int
     branch_tokens: int
     attention: AttentionTimes
     whole_row: int
@@ -120,6 +129,9 @@ HOPPER = Tuning(
         }
     ),
     wide_plan=(16, 256, 4, 3),
+    four_bit_tokens=64,
+    four_bit_plans=MappingProxyType({16: (32, 4, 4, 4), 32: (32, 4, 4, 3), 64: (64, 1, 4, 4)}),
+    four_bit_programs=528,
     branch_tokens=512,
     attention=AttentionTimes(program=1.0, block=0.4, bandwidth=3.0e6, merge=2.4),
     whole_row=1024,
@@ -139,6 +151,8 @@ SAFE = replace(
     linears_plans=MappingProxyType({1 << 62: (16, 128, 4, 3)}),
     gated_plans=MappingProxyType({1 << 62: (16, 128, 4, 3)}),
     wide_plan=(16, 128, 4, 2),
+    four_bit_tokens=0,
+    four_bit_programs=256,
     branch_tokens=64,
     attention=replace(HOPPER.attention, bandwidth=1.5e6),
     whole_row=128,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from four_bit_cases import FourBitCase, make_four_bits
+
+from hf_dsde.kernels.four_bit_plan import plan_four_bits
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -110,7 +114,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     from hf_dsde.kernels import distribution as distribution_kernel
     from hf_dsde.kernels import divergence as divergence_kernel
     from hf_dsde.kernels import elementwise as kernels
-    from hf_dsde.kernels import launching, low_rank
+    from hf_dsde.kernels import four_bits, launching, low_rank
     from hf_dsde.kernels import linear as skinny_linear
     from hf_dsde.kernels.block import Block
     from hf_dsde.kernels.reference import LowRank
@@ -132,7 +136,8 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
 
     monkeypatch.setattr(launching.torch.cuda, "device_of", device_of)
     names = set()
-    for module in (kernels, attention_kernel, distribution_kernel, divergence_kernel, skinny_linear, low_rank):
+    modules = kernels, attention_kernel, distribution_kernel, divergence_kernel, skinny_linear, low_rank, four_bits
+    for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel") and name.startswith("_")]:
             monkeypatch.setattr(module, name, Noting(name))
             names.add(name)
@@ -147,6 +152,8 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     kernels.linears(matrix, [torch.zeros(8, 16)])
     kernels.gated_linear(matrix, torch.zeros(8, 16), torch.zeros(8, 16))
     kernels.add_low_rank(matrix, [matrix], [[LowRank(matrix, torch.zeros(16, 3), 1.0)]])
+    product = make_four_bits(FourBitCase(1, 4096, 32), torch.float16)
+    four_bits.launch_four_bits(*product, replace(plan_four_bits(1, 32, 4096), splits=2))
     block = Block(index, index, index, torch.zeros(1).int(), torch.zeros(1).int(), 1)
     kernels.ragged_attention(states, cache, cache, block, 1.0, None, 4096)
     assert {name for name, _ in launched} == names
