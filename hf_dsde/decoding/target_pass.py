@@ -52,7 +52,7 @@ class VerificationPass:
             assert block.counts is not None
             size = packed_bucket(sum(block.counts.tolist() if host_counts is None else host_counts))
             if self._saves(size, block.width):
-                block = replace(block, size=size)
+                block = replace(block, size=max(size, self._free_tokens))
         return self._runner.stage(block, longest)
 
     def _may_pack(self, width: int) -> bool:

@@ -266,7 +266,7 @@ class CapturedPasses(Generic[Entry]):
         self.seconds = 0.0
         self.captures = 0
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
-        self._lent: Counter[Hashable] = Counter()  # how often another entry has done, by key
+        self._charged: Counter[Hashable] = Counter()  # what other entries in its place have cost, by key
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -288,19 +288,20 @@ class CapturedPasses(Generic[Entry]):
         self.captures += 1
         return entry
 
-    def choose(self, keys: Sequence[Hashable], most: int | None = None) -> int:
-        """Return which key's entry does for the first one: its own, or one that is there while that is rarely needed.
+    def lend(self, key: Hashable, charge: int, most: int, *, used: bool = True) -> bool:
+        """Return whether another entry is to do in place of `key`'s: until that has cost as much as recording.
 
         Args:
-            keys: The entry that fits best, then others that do as well, but take longer.
-            most: How often others do; None for always.
+            key: Of the entry that is missing.
+            charge: What it costs to use the other one.
+            most: What recording costs, in the same unit.
+            used: Whether it is used, and charged for.
         """
-        best = keys[0]
-        if best in self._entries or (most is not None and self._lent[best] >= most):
-            return 0
-        other = next((number for number, key in enumerate(keys) if key in self._entries), 0)
-        self._lent[best] += other > 0
-        return other
+        if self._charged[key] + charge > most:
+            return False
+        if used:
+            self._charged[key] += charge
+        return True
 
     def limit_to(self, limit: int) -> None:
         """Keep no more than so many entries from now on."""

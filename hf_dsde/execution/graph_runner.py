@@ -26,7 +26,15 @@ from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
 from hf_dsde.execution.recording_key import is_compiled
-from hf_dsde.execution.row_block import LENDINGS, PACKED_WIDTHS, RowBlock, Shape, next_row_count, somewhat_larger
+from hf_dsde.execution.row_block import (
+    PACKED_WIDTHS,
+    RECORDING_CHARGE,
+    RowBlock,
+    Shape,
+    larger_shapes,
+    next_row_count,
+    roomy,
+)
 from hf_dsde.execution.spans import Span, portions, total_count
 from hf_dsde.execution.token_choice import TokenChoice
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, WorkspaceKey, workspaces
@@ -112,7 +120,7 @@ class GraphRunner(EagerRunner):
         """Whether there is a recording that needs no larger cache."""
         if not self._recording or not self.cache.is_allocated or longest > self.cache.capacity:
             return False
-        return self._key(self._nearest(shape, r := self._reach(longest)), r) in self._workspace.passes
+        return self._key(self._nearest(shape, r := self._reach(longest), used=False), r) in self._workspace.passes
 
     def _key(self, shape: Shape, reach: int) -> Shape:
         """What a pass is recorded under."""
@@ -123,12 +131,24 @@ class GraphRunner(EagerRunner):
         bucket = self.padded_width(width)
         return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree, exit_layer
 
-    def _nearest(self, shape: Shape, reach: int) -> Shape:
-        """Return the shape, or a larger one that does as well if that is recorded."""
-        shapes = list(somewhat_larger(shape, self._width_buckets, self._tuning.free_tokens))
-        return shapes[
-            self._workspace.passes.choose([self._key(each, reach) for each in shapes], LENDINGS.get(shape[0]))
-        ]
+    def _nearest(self, shape: Shape, reach: int, *, used: bool = True) -> Shape:
+        """Return the shape that is run for one: a larger one if that is recorded, as long as that costs less.
+
+        Args:
+            shape: What is needed.
+            reach: As in its key.
+            used: Whether it is run, and the padding charged for.
+        """
+        passes = self._workspace.passes
+        if (key := self._key(shape, reach)) in passes:
+            return shape
+        others = larger_shapes(shape, self._width_buckets, self._tuning.free_tokens)
+        recorded = ((other, charge) for other, charge in others if self._key(other, reach) in passes)
+        found = next(recorded, None)
+        if found is None:
+            return roomy(shape)
+        other, charge = found
+        return other if passes.lend(key, charge, RECORDING_CHARGE, used=used) else shape
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""

@@ -37,13 +37,19 @@ class TestCapturedPasses:
         assert passes.entries() == ["a", "c"]
         assert passes.get("a", fail) == "a"
 
-    def test_another_entry_does_while_one_is_rarely_needed(self) -> None:
+    def test_another_entry_does_until_that_has_cost_as_much_as_recording(self) -> None:
         passes = CapturedPasses[str](4)
-        assert passes.choose(["small", "large"]) == 0
-        passes.get("large", lambda: "large")
-        assert [passes.choose(["small", "middle", "large"], 5) for _ in range(7)] == [2] * 5 + [0] * 2
-        assert [passes.choose(["tiny", "large"]) for _ in range(7)] == [1] * 7
-        assert passes.choose(["large", "larger"]) == 0
+        assert [passes.lend("small", 3, 10) for _ in range(5)] == [True] * 3 + [False] * 2
+        assert passes.lend("small", 1, 10), "what is cheaper still does"
+        assert not passes.lend("small", 1, 10)
+        assert [passes.lend("tiny", 0, 10) for _ in range(50)] == [True] * 50
+        assert passes.lend("other", 10, 10), "each is charged for by itself"
+
+    def test_whether_another_would_do_is_asked_for_nothing(self) -> None:
+        passes = CapturedPasses[str](4)
+        assert [passes.lend("small", 6, 10, used=False) for _ in range(5)] == [True] * 5
+        assert passes.lend("small", 6, 10)
+        assert not passes.lend("small", 6, 10, used=False)
 
     def test_the_oldest_is_gone_before_the_next_is_recorded(self) -> None:
         """Both at once might not fit on the device."""

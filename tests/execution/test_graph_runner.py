@@ -111,6 +111,33 @@ def test_packed_passes_give_the_same_text(
 
 
 @pytest.mark.slow
+def test_packed_passes_of_many_sizes_share_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes as long as dozens of passes, and lengths that differ from round to round give a size to each."""
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, free_tokens=0))
+    needed, run = [], set()
+    nearest = GraphRunner._nearest
+
+    def noting(self: GraphRunner, shape: Any, reach: int, **flags: Any) -> Any:
+        found = nearest(self, shape, reach, **flags)
+        if shape[0] == "packed":
+            needed.append(shape)
+            run.add((found, reach))
+            assert found[1] >= shape[1]
+            assert found[2] >= shape[2]
+        return found
+
+    monkeypatch.setattr(GraphRunner, "_nearest", noting)
+    target = tiny_model()
+    draft = noisy_copy(target, AGREEMENT["never"])
+    for seed in range(3):
+        generate(target, draft, RandomLengths(longest=12, seed=seed), rows=16, new_tokens=40)
+    sizes = {shape[1] for shape in needed}
+    assert len(needed) > 100
+    assert len(sizes) > 10
+    assert len(run) <= len(sizes) / 2, "and no size has come up often enough to be recorded for itself"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("free_tokens", [0, 128])
 @pytest.mark.parametrize("settings", [{}, {"fused_layers": False}], ids=str)
 def test_sampled_text_is_that_of_the_eager_runner(

@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 
 from hf_dsde.execution.model_runner import WIDTH_BUCKETS
 from hf_dsde.execution.row_block import (
+    LEAST_CHARGE,
     LEAST_VARYING_WIDTH,
+    MOST_PADDED,
     PACKED_WIDTHS,
+    ROOMY_STEPS,
     SMALLEST_STEP,
-    SOMEWHAT,
     STEPS_PER_DOUBLING,
     WIDEST_TREE,
     RowBlock,
+    larger_shapes,
     packed_bucket,
-    somewhat_larger,
+    roomy,
 )
 from hf_dsde.kernels.block import Block
 
@@ -113,30 +116,44 @@ def test_buckets_are_few() -> None:
 
 
 @given(st.integers(1, 5000), st.sampled_from(PACKED_WIDTHS))
-def test_somewhat_larger_packed_passes_are_all_those_of_up_to_a_quarter_more_tokens(tokens: int, width: int) -> None:
+def test_packed_passes_of_up_to_twice_the_tokens_do_for_one_and_are_charged_for(tokens: int, width: int) -> None:
     size = packed_bucket(tokens)
-    sizes = {packed_bucket(more) for more in range(size, int(size * (1 + SOMEWHAT)) + 1)}
-    found = list(somewhat_larger(("packed", size, width, True), WIDTH_BUCKETS, 128))
+    sizes = sorted({packed_bucket(more) for more in range(size, 2 * size + 1)})
+    found = list(larger_shapes(("packed", size, width, True), WIDTH_BUCKETS, 128))
     assert found == [
-        ("packed", each, bound, True)
-        for each in sorted(sizes)
-        if each <= size * (1 + SOMEWHAT)
+        (("packed", each, bound, True), max(each - size, LEAST_CHARGE))
+        for each in sizes
         for bound in PACKED_WIDTHS
-        if bound >= width
+        if each <= MOST_PADDED * size and bound >= width and (each, bound) != (size, width)
     ]
-    assert found[0] == ("packed", size, width, True)
 
 
 @given(st.integers(1, 64), st.sampled_from(WIDTH_BUCKETS), st.integers(0, 256))
-def test_somewhat_larger_padded_passes_are_those_that_cost_nothing(rows: int, width: int, free: int) -> None:
+def test_padded_passes_that_cost_nothing_more_do_for_one(rows: int, width: int, free: int) -> None:
     shape = ("padded", rows, width, width, False, None)
-    found = list(somewhat_larger(shape, WIDTH_BUCKETS, free))
+    found = list(larger_shapes(shape, WIDTH_BUCKETS, free))
     wider = [each for each in WIDTH_BUCKETS if each > width and rows * each <= free]
-    others = [("padded", rows, each, each, False, None) for each in wider if width >= LEAST_VARYING_WIDTH]
-    assert found == [shape, *others]
+    expected = [("padded", rows, each, each, False, None) for each in wider if width >= LEAST_VARYING_WIDTH]
+    assert found == [(each, 0) for each in expected]
     if width > 1:
-        last = ("padded", rows, width, 1, False, None)
-        assert list(somewhat_larger(last, WIDTH_BUCKETS, free)) == [last]
+        assert not list(larger_shapes(("padded", rows, width, 1, False, None), WIDTH_BUCKETS, free))
+
+
+def test_nothing_else_does_for_a_chain() -> None:
+    shape = ("chain", 4, None, None)
+    assert not list(larger_shapes(shape, WIDTH_BUCKETS, 128))
+    assert roomy(shape) == shape
+
+
+@given(st.integers(33, 5000), st.sampled_from(PACKED_WIDTHS))
+def test_what_is_recorded_first_has_few_sizes_and_little_padding(tokens: int, width: int) -> None:
+    size = packed_bucket(tokens)
+    kind, larger, *others = roomy(("packed", size, width, True))
+    assert (kind, others) == ("packed", [width, True])
+    assert larger >= size
+    assert (larger - tokens) * (ROOMY_STEPS + 1) <= larger
+    assert packed_bucket(larger) == larger
+    assert roomy(("packed", larger, width, True)) == ("packed", larger, width, True)
 
 
 @given(ragged_blocks())
