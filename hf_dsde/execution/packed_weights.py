@@ -12,7 +12,6 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, get_ident
-from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -128,7 +127,7 @@ class _Forward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become the layer's own method in a copy of the model that another thread makes, or pickles."""
-        return MethodType, (nn.Linear.forward, self._layer)
+        return getattr, (self._layer, "forward")  # of the copied layer, which has none of its own yet
 
 
 def can_pack(device: torch.device) -> bool:
