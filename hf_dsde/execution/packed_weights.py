@@ -16,7 +16,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hf_dsde import compat
 from hf_dsde.execution.memory import available_bytes
 from hf_dsde.execution.recording_key import is_compiled
 from hf_dsde.utils.modules import modules_of
@@ -37,14 +39,14 @@ class PackedWeights:
     """Packed copies of a model's linear weights.
 
     Of `torch.nn.Linear` itself only, and where nothing has replaced its `forward`: whoever derives from it or replaces
-    it may compute something else. Hooks are called as ever.
+    it may compute something else. Hooks are called as ever. Encoders, of images too, run once, and are left out.
 
     Args:
-        model: Any module; None for none. Nothing is packed of a compiled one, or where memory is scarce.
+        model: Any model; None for none. Nothing is packed of a compiled one, or where memory is scarce.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
-        layers = [] if model is None or is_compiled(model) else [m for m in modules_of(model) if _can_be_packed(m)]
+    def __init__(self, model: PreTrainedModel | None) -> None:
+        layers = [] if model is None or is_compiled(model) else _layers_to_pack(model)
         needed = MEMORY_MARGIN * sum(layer.weight.nbytes for layer in layers)
         if needed and needed > available_bytes():
             layers = []
@@ -134,6 +136,14 @@ def can_pack(device: torch.device) -> bool:
     """Whether a device has products with packed weights that are known to be faster: x86-64 processors have."""
     known = device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
     return known and bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
+
+
+def _layers_to_pack(model: PreTrainedModel) -> list[nn.Linear]:
+    encoders = [model.get_encoder()] if model.config.is_encoder_decoder else []
+    if compat.takes_images(model):
+        encoders.append(model.get_encoder("image"))
+    encoding = {module for encoder in encoders if encoder is not model for module in modules_of(encoder)}
+    return [module for module in modules_of(model) if _can_be_packed(module) and module not in encoding]
 
 
 def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -75,14 +75,21 @@ def test_ragged_rows_get_the_logits_that_each_gets_alone(family: str) -> None:
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
 def test_packed_weights_of_float32_models(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weights, "SMALLEST_WEIGHT", 0)
-    multiply, products = torch.ops.mkldnn._linear_pointwise, []
-    monkeypatch.setattr(
-        torch.ops.mkldnn, "_linear_pointwise", lambda *given: (products.append(given), multiply(*given))[1]
-    )
     inputs = inputs_of(family, INPUTS)
     inputs = {name: values.float() if values.is_floating_point() else values for name, values in inputs.items()}
-    check_ragged_rows(copy.deepcopy(tiny_encoder_decoder(family)).float(), inputs)
-    assert products
+    model = copy.deepcopy(tiny_encoder_decoder(family)).float()
+    encoder = set(model.get_encoder().modules())
+    passed: set[torch.nn.Module] = set()
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear and layer not in encoder:
+            layer.register_forward_hook(lambda module, *_: "forward" in vars(module) and passed.add(module))
+    packed: list[Tensor] = []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda *given: (packed.append(given[0]), reorder(*given))[1]
+    )
+    check_ragged_rows(model, inputs)
+    assert len(packed) == len(passed) > 0, "nothing of the encoder is packed, and everything else"
 
 
 @torch.no_grad()
