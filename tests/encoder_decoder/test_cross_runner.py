@@ -80,9 +80,14 @@ def test_packed_weights_of_float32_models(family: str, monkeypatch: pytest.Monke
     model = copy.deepcopy(tiny_encoder_decoder(family)).float()
     encoder = set(model.get_encoder().modules())
     passed: set[torch.nn.Module] = set()
+
+    def note(layer: torch.nn.Module, _: Any) -> None:
+        if "forward" in vars(layer):
+            passed.add(layer)
+
     for layer in model.modules():
         if type(layer) is torch.nn.Linear and layer not in encoder:
-            layer.register_forward_hook(lambda module, *_: "forward" in vars(module) and passed.add(module))
+            layer.register_forward_pre_hook(note)
     packed: list[Tensor] = []
     reorder = torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(
