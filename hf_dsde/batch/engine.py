@@ -168,6 +168,7 @@ class BatchEngine:
             sequences,
             capacity=capacity,
             cache_limit=admission.slots,
+            more_texts=self.refill and not admission.exhausted,
             requests=requests,
             admission=admission if self.refill else Admission([], 0),
             setup=RowSetup(

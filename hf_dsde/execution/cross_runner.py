@@ -74,7 +74,7 @@ class CrossPasses(ModelRunner):
         if self._keeps_last:
             arguments["logits_to_keep"] = buffers.last_columns(keep, self._single_device)
         states = BaseModelOutput(last_hidden_state=encoded.hidden)
-        with self._autocast.held():
+        with self._computing():
             output = self._ragged.model(encoder_outputs=states, use_cache=True, return_dict=True, **arguments)
         return PassOutput(output.logits)
 

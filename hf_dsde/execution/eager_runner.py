@@ -27,7 +27,7 @@ class EagerRunner(ModelRunner):
             arguments["output_hidden_states"] = compat.hidden_states_argument(hidden_layers)
         if buffers.states is not None:
             arguments["hidden_states"] = buffers.states
-        with self._autocast.held():  # the cache has the dtype that the first pass had
+        with self._computing():
             output = model(
                 input_ids=buffers.tokens,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),

@@ -78,6 +78,7 @@ class GraphRunner(EagerRunner):
         widths: tuple[int, ...] | None = None,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
+        options = options.replace(packed_weights=False)  # a recording reads weights where they are
         super().__init__(model, rows, next_multiple(capacity, CAPACITY_STEP), options, hidden_layers=hidden_layers)
         self._compiles = is_compiled(model)
         self._width_buckets = widths or self._width_buckets

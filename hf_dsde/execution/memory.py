@@ -1,6 +1,9 @@
-"""Whether a cache fits, before it is made."""
+"""Whether a cache fits, before it is made, and what there is for copies of weights."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -49,3 +52,45 @@ def check_cache_fits(model: PreTrainedModel, rows: int, slots: int) -> None:
             f"{needed / 1e9:.1f} GB, and {model.device} has {free / 1e9:.1f} GB left. Lower the batch size, the "
             "prompts' length or max_new_tokens."
         )
+
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
+GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Where the kernel's two versions of control groups say what a group may have, what it has, and what of that in
+`memory.stat` is files that it can do without."""
+
+
+def available_bytes() -> int:
+    """Return the bytes of the host's memory that are available, to this process's container or job where it has one."""
+    import psutil
+
+    return int(min([psutil.virtual_memory().available, *map(_available_to, _control_groups())]))
+
+
+def _control_groups() -> Iterator[Path]:
+    """Yield the directories of the groups that this process is in, each with those it lies in."""
+    try:
+        lines = GROUPS_OF_PROCESS.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            group = CONTROL_GROUPS / ("memory" if controllers else "") / path.strip("/")
+            yield from (each for each in (group, *group.parents) if each.is_relative_to(CONTROL_GROUPS))
+
+
+def _available_to(group: Path) -> float:
+    """Return the bytes that a group may still take; infinity where it has no limit, or does not say."""
+    for most, taken, spare in GROUP_FILES:
+        try:
+            limit, usage = int((group / most).read_text()), int((group / taken).read_text())
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # "max" is no number
+            continue
+        return limit - usage + int(counts.get(spare, 0))
+    return float("inf")

@@ -25,6 +25,7 @@ from hf_dsde.execution.cuda_graphs import RecordingCosts
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.memory import check_cache_fits
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.packed_weights import PackedWeights, can_pack
 from hf_dsde.execution.pass_output import PassOutput, checked_layers
 from hf_dsde.execution.prompt_inputs import PromptInputs
 from hf_dsde.execution.recorded_chain import Chain, DraftedChain
@@ -114,6 +115,8 @@ class ModelRunner(ABC):
         self._exits: dict[int, PreTrainedModel] = {}
         self._single_device = single_device(model)
         self._autocast = Autocast.on(self.device)
+        packs_weights = options.packed_weights and self._autocast.dtype is None and can_pack(self.device)
+        self._weights = PackedWeights(model if packs_weights else None)
 
     @property
     def recording_costs(self) -> RecordingCosts:
@@ -137,7 +140,8 @@ class ModelRunner(ABC):
     @property
     def conditions(self) -> tuple[Hashable, ...]:
         """What decides how long a pass takes, apart from its rows and tokens."""
-        return self.replays, self.packs, self.packed, self.model.dtype, self.device, self._autocast
+        how = self.replays, self.packs, self.packed, bool(self._weights)
+        return *how, self.model.dtype, self.device, self._autocast
 
     def recorded(self, width: int, longest: int) -> bool:  # noqa: ARG002 - nothing is, by default
         """Whether a padded block of chains of this width is replayed from a recording that exists already."""
@@ -150,10 +154,17 @@ class ModelRunner(ABC):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Hold the attention setting that `forward` needs; it is as before when the `with` block ends."""
+        self._weights.follow()
         if not self.packed:
             yield
             return
         with attention.packed_attention(self.model):
+            yield
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Let the model compute as it did in the first pass, whose dtype the cache has, and with packed weights."""
+        with self._autocast.held(), self._weights.in_place():
             yield
 
     def stage(self, block: RowBlock, longest: int, keep: int | None = None) -> Callable[[], PassOutput]:
@@ -255,7 +266,7 @@ class ModelRunner(ABC):
         if not self.cache.is_allocated:
             check_cache_fits(self.model, self.rows, self.cache.capacity + 1)
         self._make_room(prompts.width)
-        with self._autocast.held():
+        with self._computing():
             return prompts.read(self.model, self.cache, self.hidden_layers)
 
     def _store(self, spans: Sequence[Span], tokens: Tensor, states: Tensor | None) -> tuple[Tensor, ...]:
@@ -308,8 +319,9 @@ class ModelRunner(ABC):
             for everything, layer in zip(hidden, found, strict=True):
                 everything[block.to(layer.device)] = layer
 
-    def finish(self) -> None:  # noqa: B027 - only some runners keep something
+    def finish(self) -> None:
         """Give back what later calls can use: this one is done."""
+        self._weights = PackedWeights(None)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave all other rows out from now on: `forward` still takes and returns the whole batch, but runs these.

@@ -29,6 +29,9 @@ class RuntimeOptions:
             mean fewer passes to record for long texts, and more slots that are read without need.
         packed_attention: Whether query heads that share a key-value head are folded into the query length. Off, the
             model's own attention runs.
+        packed_weights: Whether float32 models on a CPU compute with copies of their linear weights that are arranged
+            for it, as long as a call lasts. The copies take as much memory as the weights. None are made where less
+            than twice of that is available, or for calls of few tokens; off, for whoever needs the memory otherwise.
         drop_finished_rows: Whether rows that have ended leave the models' passes, once a quarter of those in them have.
             Off where a model holds something for each row. Hooks are noticed, and there all rows stay in any case.
         cost_probe: Whether one round of a long call runs without drafts, to measure what a plain step costs.
@@ -40,12 +43,13 @@ class RuntimeOptions:
     prefill_chunk: int = 8192
     view_bucket: int = 64
     packed_attention: bool = True
+    packed_weights: bool = True
     drop_finished_rows: bool = True
     cost_probe: bool = True
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name in ("fused_layers", "packed_attention", "drop_finished_rows", "cost_probe"):
+        for name in ("fused_layers", "packed_attention", "packed_weights", "drop_finished_rows", "cost_probe"):
             check_flag(name, getattr(self, name))
         if self.keep_memory is not None:
             check_flag("keep_memory", self.keep_memory)

@@ -20,6 +20,10 @@ from hf_dsde.integration.drafters import model_of
 
 Loop = TypeVar("Loop", bound=SpeculativeLoop)
 
+PACKING_MIN_TOKENS = 32
+"""Calls that may emit fewer tokens than this do not pack weights: that takes as long as four or five plain steps, and
+each round then saves about half of one."""
+
 
 def build_loop(
     kind: type[Loop],
@@ -36,6 +40,7 @@ def build_loop(
     feed: TokenFeed | None = None,
     encoded: EncoderStates | None = None,
     draft_encoded: EncoderStates | None = None,
+    more_texts: bool = False,
     **parts: Any,
 ) -> Loop:
     """Return a loop over a batch.
@@ -54,6 +59,7 @@ def build_loop(
         feed: Takes tokens as soon as they are certain; None if nobody does.
         encoded: What rows bring along for a target that reads an encoder's states; None for other targets.
         draft_encoded: Likewise for a draft.
+        more_texts: Whether rows may begin other texts.
         **parts: The loop's other arguments.
     """
     if config.options.keep_memory is None:
@@ -62,6 +68,8 @@ def build_loop(
             config = config.replace(options=config.options.replace(keep_memory=False))
         elif draft is not None:
             workspaces.join(model, draft)
+    if sequences.max_new_tokens < PACKING_MIN_TOKENS and not more_texts:
+        config = config.replace(options=config.options.replace(packed_weights=False))
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
     target = create_runner(
         model,

@@ -82,6 +82,7 @@ def score_answers(
     Yields:
         Chunks on the target's device, ordered by position within a text; texts advance together.
     """
+    options = options.replace(packed_weights=False)  # texts take a few wide passes
     device = target.device
     prompts = torch.tensor([text.prompt_length for text in texts], device=device)
     lengths = torch.tensor([len(text.tokens) for text in texts], device=device)

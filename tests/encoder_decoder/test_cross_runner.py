@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from encoder_decoders import FAMILIES, VOCABULARY, decoder_alone, inputs_of, tex
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_dsde.execution import packed_weights
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.cross_runner import CrossRunner
 from hf_dsde.execution.encoder_states import EncoderStates
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.packed_weights import can_pack
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.spans import Span
 
@@ -63,11 +66,39 @@ def runner_of(model: PreTrainedModel, encoded: EncoderStates, **options: Any) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
 def test_ragged_rows_get_the_logits_that_each_gets_alone(family: str) -> None:
     """Texts are stored in passes over some of the rows; then each row is fed its last tokens."""
-    model = tiny_encoder_decoder(family)
+    check_ragged_rows(tiny_encoder_decoder(family), inputs_of(family, INPUTS))
+
+
+@pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="weights are packed on x86-64 only")
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_packed_weights_of_float32_models(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "SMALLEST_WEIGHT", 0)
     inputs = inputs_of(family, INPUTS)
+    inputs = {name: values.float() if values.is_floating_point() else values for name, values in inputs.items()}
+    model = copy.deepcopy(tiny_encoder_decoder(family)).float()
+    encoder = set(model.get_encoder().modules())
+    passed: set[torch.nn.Module] = set()
+
+    def note(layer: torch.nn.Module, _: Any) -> None:
+        if "forward" in vars(layer):
+            passed.add(layer)
+
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear and layer not in encoder:
+            layer.register_forward_pre_hook(note)
+    packed: list[Tensor] = []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda *given: (packed.append(given[0]), reorder(*given))[1]
+    )
+    check_ragged_rows(model, inputs)
+    assert len(packed) == len(passed) > 0, "nothing of the encoder is packed, and everything else"
+
+
+@torch.no_grad()
+def check_ragged_rows(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
     runner = runner_of(model, states_of(model, inputs), prefill_chunk=4)
     spans = [Span(row, 0, max(length - 2, 0)) for row, length in enumerate(LENGTHS)]
     flat = torch.cat([TOKENS[span.row, : span.count] for span in spans])

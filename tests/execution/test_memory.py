@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,3 +69,52 @@ def test_a_cache_that_cannot_fit_is_refused_before_the_model_runs(monkeypatch: p
 
 def test_a_cpu_does_not_say_how_much_is_free() -> None:
     assert memory.free_bytes(torch.device("cpu")) is None
+
+
+GIVEN = 10**9
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with 1 GB available, whose groups are files in a folder."""
+    monkeypatch.setattr(memory, "CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "GROUPS_OF_PROCESS", tmp_path / "process")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=GIVEN))
+    return tmp_path
+
+
+def write_group(folder: Path, names: tuple[str, str, str], limit: object, taken: int, spare: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{taken}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{names[2]} {spare}\nslab 5\n")
+
+
+def test_a_host_without_groups_has_what_it_says(groups: Path) -> None:
+    assert memory.available_bytes() == GIVEN
+    (groups / "process").write_text("0::/\n")
+    assert memory.available_bytes() == GIVEN
+
+
+@pytest.mark.parametrize(
+    ("line", "root"), [("0::/job/step", "."), ("3:cpu,memory:/job/step", "memory")], ids=["second", "first"]
+)
+def test_a_container_or_job_has_what_is_left_of_its_limit(line: str, root: str, groups: Path) -> None:
+    version = memory.GROUP_FILES[root == "memory"]
+    (groups / "process").write_text(f"12:devices:/elsewhere\n{line}\n")
+    folder = groups / "groups" / root
+    write_group(folder / "elsewhere", version, 1, 1)
+    write_group(folder / "job" / "step", version, "max", 10)
+    assert memory.available_bytes() == GIVEN
+    write_group(folder / "job", version, 900, 500, spare=30)
+    assert memory.available_bytes() == 430
+    write_group(folder / "job" / "step", version, 800, 500)
+    assert memory.available_bytes() == 300
+    write_group(folder, version, 10**12, 10)
+    assert memory.available_bytes() == 300
+
+
+def test_a_container_that_sees_its_own_group_alone(groups: Path) -> None:
+    (groups / "process").write_text("0::/docker/not/there\n")
+    write_group(groups / "groups", memory.GROUP_FILES[0], 700, 500)
+    assert memory.available_bytes() == 200

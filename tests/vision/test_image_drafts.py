@@ -18,8 +18,10 @@ import hf_dsde
 from hf_dsde.decoding.candidates import CandidateBatch
 from hf_dsde.drafting.lookup.prompt_lookup import PromptLookupDrafter
 from hf_dsde.drafting.model import ModelDrafter
+from hf_dsde.execution import packed_weights
 from hf_dsde.execution.create_runner import create_runner
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.packed_weights import can_pack
 from hf_dsde.execution.prompt_inputs import PromptInputs
 from hf_dsde.policies import StaticPolicy
 
@@ -163,3 +165,31 @@ def test_models_that_are_not_enabled(family: str) -> None:
         decode = partial(hf_dsde.generate, assistant_model=draft, speculation_policy="static")
         output = target.generate(**inputs, custom_generate=decode, do_sample=False, max_new_tokens=12)
         assert torch.equal(output, expected)
+
+
+@pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="weights are packed on x86-64 only")
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "idefics3"])
+def test_packed_weights_of_float32_models(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of layers that read tokens; what reads images is run once."""
+    monkeypatch.setattr(packed_weights, "SMALLEST_WEIGHT", 0)
+    target = hf_dsde.enable(tiny_vlm(family).float())
+    inputs = image_batch(family, PROMPTS)
+    inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
+    passes: dict[str, set[bool]] = {}
+
+    def note(name: str, module: torch.nn.Module, *_: object) -> None:
+        passes.setdefault(name, set()).add("forward" in vars(module))
+
+    for name, layer in target.named_modules():
+        if type(layer) is torch.nn.Linear:
+            layer.register_forward_hook(partial(note, name))
+    expected = target.generate(**inputs, do_sample=False, max_new_tokens=40)
+    passes.clear()
+    found = target.generate(
+        **inputs, assistant_model="suffix", speculation_policy="static", do_sample=False, max_new_tokens=40
+    )
+    assert torch.equal(found, expected)
+    assert {"lm_head"} < {name for name, packed in passes.items() if packed == {True}}
+    looking = {name for name in passes if "vision" in name or "visual" in name}
+    assert all(passes[name] == {False} for name in looking)
+    assert looking
