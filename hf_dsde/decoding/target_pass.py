@@ -14,7 +14,8 @@ import torch
 
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.row_block import RowBlock, packed_bucket
+from hf_dsde.execution.pass_shapes import packed_bucket
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.utils.tuning import tuning_of
 
 LEAST_SAVING = 0.1

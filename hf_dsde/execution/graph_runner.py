@@ -24,17 +24,10 @@ from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
+from hf_dsde.execution.pass_shapes import PACKED_WIDTHS, Shape, shape_to_run
 from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
 from hf_dsde.execution.recording_key import is_compiled
-from hf_dsde.execution.row_block import (
-    PACKED_WIDTHS,
-    RECORDING_CHARGE,
-    RowBlock,
-    Shape,
-    larger_shapes,
-    next_row_count,
-    roomy,
-)
+from hf_dsde.execution.row_block import RowBlock, next_row_count
 from hf_dsde.execution.spans import Span, portions, total_count
 from hf_dsde.execution.token_choice import TokenChoice
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, WorkspaceKey, workspaces
@@ -133,23 +126,10 @@ class GraphRunner(EagerRunner):
         return "padded", len(self._live), bucket, keep if keep == 1 else bucket, tree, exit_layer
 
     def _nearest(self, shape: Shape, reach: int, *, used: bool = True) -> Shape:
-        """Return the shape that is run for one: a larger one if that is recorded, as long as that costs less.
-
-        Args:
-            shape: What is needed.
-            reach: As in its key.
-            used: Whether it is run, and the padding charged for.
-        """
-        passes = self._workspace.passes
-        if (key := self._key(shape, reach)) in passes:
-            return shape
-        others = larger_shapes(shape, self._width_buckets, self._tuning.free_tokens)
-        recorded = ((other, charge) for other, charge in others if self._key(other, reach) in passes)
-        found = next(recorded, None)
-        if found is None:
-            return roomy(shape)
-        other, charge = found
-        return other if passes.lend(key, charge, RECORDING_CHARGE, used=used) else shape
+        """Return the shape that is run for one, as in `shape_to_run`."""
+        key = partial(self._key, reach=reach)
+        passes, free = self._workspace.passes, self._tuning.free_tokens
+        return shape_to_run(shape, passes, key, self._width_buckets, free, used=used)
 
     def finish(self) -> None:
         """Keep what was recorded for the next call, if calls may keep anything."""

@@ -2,76 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_dsde.kernels.block import Block
 
-SMALLEST_STEP = 8
-"""Packed blocks hold a multiple of this many tokens."""
-STEPS_PER_DOUBLING = 16
-"""Sizes of packed blocks between one power of two and the next: at most 1 token in 17 is padding."""
-ROOMY_STEPS = 4
-"""The same of packed passes that are recorded while there is none that is larger: at most 1 token in 5 is padding."""
-MOST_PADDED = 2
-"""A pass with up to so many times the tokens may take the place of one that is not recorded."""
-LEAST_VARYING_WIDTH = 5
-"""Narrower padded passes are the common ones, and as fast as they can be."""
-Shape = tuple[Any, ...]
-"""What tells recorded passes apart, apart from the bound on lengths; its kind first."""
-PACKED_WIDTHS = (4, 8, 16, 32, 64)
-"""Bounds on a row's tokens that packed passes are recorded for."""
-LEAST_CHARGE = 32
-"""Tokens that a larger pass is charged with at least: it also has wider bounds."""
-RECORDING_CHARGE = 8192
-"""Tokens in all that passes in a missing one's place may be charged with before it is recorded: to record a pass of an
-8B model takes as long as to compute some 7000 tokens (H200)."""
 WIDEST_TREE = 64
 """Tokens of a row whose ancestors a mask of 64 bits can name."""
-
-
-def packed_bucket(tokens: int, steps: int = STEPS_PER_DOUBLING) -> int:
-    """Return the smallest size of packed block that holds `tokens`, of `steps` sizes in each doubling."""
-    step = max(SMALLEST_STEP, (1 << (max(tokens, 1).bit_length() - 1)) // steps)
-    return -(-tokens // step) * step
-
-
-def roomy(shape: Shape) -> Shape:
-    """Return the shape that is recorded where no larger pass is: of packed ones, one of fewer sizes."""
-    kind, size, *others = shape
-    return (kind, packed_bucket(size, ROOMY_STEPS), *others) if kind == "packed" else shape
-
-
-def larger_shapes(shape: Shape, widths: Sequence[int], free_tokens: int) -> Iterator[tuple[Shape, int]]:
-    """Yield shapes of passes that give the same of a block that is filled up, the smallest first, and what they cost.
-
-    Lengths that differ from round to round would have a pass recorded for each.
-
-    Args:
-        shape: `("packed", tokens, bound on a row's, ...)` or `("padded", rows, columns, kept columns, ...)`.
-        widths: Columns that padded passes have.
-        free_tokens: Tokens up to which padding costs nothing.
-
-    Yields:
-        A shape, and the tokens that it is charged with: of packed passes its padding, at least `LEAST_CHARGE`. Padded
-        ones are padded further only where that is free.
-    """
-    kind, first, second, *others = shape
-    if kind == "packed":
-        size = first
-        while size <= MOST_PADDED * first:
-            for width in PACKED_WIDTHS:
-                if width >= second and (size, width) != (first, second):
-                    yield (kind, size, width, *others), max(size - first, LEAST_CHARGE)
-            size = packed_bucket(size + 1)
-    elif kind == "padded" and others[0] == second >= LEAST_VARYING_WIDTH:
-        for width in widths:
-            if second < width <= free_tokens / first:
-                yield (kind, first, width, width, *others[1:]), 0
 
 
 @dataclass(frozen=True)

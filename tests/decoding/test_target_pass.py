@@ -19,7 +19,8 @@ from hf_dsde.costs import CostModel, LiveCosts
 from hf_dsde.decoding.target_pass import LEAST_SAVING, VerificationPass
 from hf_dsde.execution.model_runner import WIDTH_BUCKETS, next_bucket
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.row_block import MOST_PADDED, RowBlock, packed_bucket
+from hf_dsde.execution.pass_shapes import MOST_PADDED, packed_bucket
+from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.measurement.statistics import SpeculationStatistics
 from hf_dsde.policies import Signal
 from hf_dsde.utils import tuning

@@ -21,7 +21,8 @@ from hf_dsde.config import SpeculationConfig
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.options import RuntimeOptions
-from hf_dsde.execution.row_block import RowBlock, packed_bucket
+from hf_dsde.execution.pass_shapes import packed_bucket
+from hf_dsde.execution.row_block import RowBlock
 
 pytestmark = [
     pytest.mark.gpu,
