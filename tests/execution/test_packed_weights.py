@@ -341,7 +341,7 @@ def autocast_after_the_runner_was_made(model: PreTrainedModel) -> None:
 
 def with_gradients(model: PreTrainedModel) -> None:
     runner = runner_of(model)
-    with torch.enable_grad():
+    with torch.enable_grad(), runner.active():
         runner.forward(RowBlock(torch.ones(3, 1, dtype=torch.long), torch.zeros(3, 1, dtype=torch.long)), longest=1)
 
 
