@@ -60,7 +60,7 @@ def plan_four_bits(
     while held(plan) > shared and (plan.stages > 2 or plan.block_n > 16):
         smaller = replace(plan, stages=plan.stages - 1)
         plan = smaller if plan.stages > 2 else replace(plan, block_n=plan.block_n // 2)
-    return plan
+    return plan if held(plan) <= shared else replace(plan, slices=1)
 
 
 def held(plan: FourBitPlan) -> int:

@@ -6,7 +6,7 @@ products as they are; scales are multiplied with sums, one for each slice of 64 
 share one. A byte's high and low code are neighbours in a row: they are never put side by side, instead even and odd
 elements of the tokens are multiplied apart.
 
-With up to 32 tokens each warp has a slice of its own, as in `hf_dsde.kernels.linear`. Where rows are too few for all
+Each warp has a slice of its own, as in `hf_dsde.kernels.linear`, or some rows of one slice for all. Where rows are too few for all
 processors, the inner dimension is divided, too, and a second launch adds the parts up. Sums have a fixed order.
 """
 

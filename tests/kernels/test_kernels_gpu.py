@@ -204,7 +204,7 @@ def test_a_recorded_launch_follows_the_contents_of_its_tensors(kernels, splits):
     case = replace(ATTENTION_CASES["long and short"], stored=(100, 500, 30), widths=(3, 0, 2))
     second = make_attention(case, FLOAT32, "cuda", seed=1, slack=first.keys.shape[2] - 501)
     second = replace(second, reach=first.reach)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # the inputs are there before another stream reads them
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch(first)
@@ -355,6 +355,7 @@ def test_products_of_real_shapes_equal_those_of_plain_torch_bit_for_bit(kernels,
 def test_a_recorded_product_follows_the_contents_of_its_tensors(kernels):
     first, weights, biases = make_products(ProductCase(8, 256, (48, 16, 16), (True, False, True)), BFLOAT16, "cuda")
     second = first.flip(0)
+    torch.cuda.synchronize()  # the inputs are there before another stream reads them
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         kernels.linears(first, weights, biases)
@@ -419,6 +420,7 @@ def test_recorded_adapters_follow_the_contents_of_their_tensors(kernels):
     def launch(states):
         return [*kernels.add_low_rank(states, bases, adapters), kernels.gated_low_rank(states, bases, adapters)]
 
+    torch.cuda.synchronize()  # the inputs are there before another stream reads them
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch(x)
@@ -469,6 +471,7 @@ def test_a_recorded_pass_with_adapters_is_the_eager_one(kernels, tokens, adapter
     def run():
         return decoder(block, cache, 64, None).logits
 
+    torch.cuda.synchronize()  # the inputs are there before another stream reads them
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
