@@ -6,8 +6,9 @@ products as they are; scales are multiplied with sums, one for each slice of 64 
 share one. A byte's high and low code are neighbours in a row: they are never put side by side, instead even and odd
 elements of the tokens are multiplied apart.
 
-Each warp has a slice of its own, as in `hf_dsde.kernels.linear`, or some rows of one slice for all. Where rows are too few for all
-processors, the inner dimension is divided, too, and a second launch adds the parts up. Sums have a fixed order.
+Each warp has a slice of its own, as in `hf_dsde.kernels.linear`, or some rows of one slice for all. Where rows are too
+few for all processors, the inner dimension is divided, too, and a second launch adds the parts up. Sums have a fixed
+order.
 """
 
 # ruff: noqa: PLR0917 - kernels take pointers, sizes and strides one by one
