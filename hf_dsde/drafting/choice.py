@@ -82,6 +82,7 @@ class Choice(NamedTuple):
         saved: Seconds that the texts' drafts save; what it took to find them is not taken off.
         otherwise: Seconds of a round without them.
         usual: Tokens that such a round brings a row; of no interest where no row takes the text's draft.
+        further: Seconds that the round takes longer with them.
     """
 
     texts: frozenset[int]
@@ -89,6 +90,7 @@ class Choice(NamedTuple):
     saved: float = 0.0
     otherwise: float = math.inf
     usual: float = 1.0
+    further: float = 0.0
 
 
 @dataclass
@@ -236,7 +238,7 @@ def common_length(texts: Sequence[Offer], seconds: Sequence[float], rows: int) -
     return rates.index(max(rates))
 
 
-def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices) -> Choice:
+def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices, alone: bool = True) -> Choice:
     """Choose what brings most tokens per second.
 
     A row's round brings `1 + gain` tokens, of `n` drafted ones, and all rows together take
@@ -257,16 +259,33 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices) 
         model: What the model offers each row that goes on.
         texts: What the texts offer, likewise.
         prices: Of the batch.
+        alone: Whether rows without a text's draft may do without the model's.
     """
     if not any(offer.tokens for offer in texts):
         return unopposed([offer.tokens for offer in model], prices)
     steps = max(offer.tokens for offer in model)
     both = with_texts(model, texts, prices, steps, steps)
-    usual = both.without.rate * both.without.seconds / len(model)
-    alone = with_texts([Offer()] * len(model), texts, prices, 0, 0)
-    if alone.rows and alone.pace.rate > both.pace.rate:
-        return Choice(alone.rows, False, alone.pace.saved(both.without), both.without.seconds, usual)
-    return Choice(both.rows, True, both.pace.saved(both.without), both.without.seconds, usual if both.rows else 1.0)
+    if alone:
+        single = with_texts([Offer()] * len(model), texts, prices, 0, 0)
+        if single.rows and single.pace.rate > both.pace.rate:
+            return chosen(single, both.without, len(model), model=False)
+    return chosen(both, both.without, len(model), model=True)
+
+
+def chosen(taken: Taken, without: Pace, rows: int, *, model: bool) -> Choice:
+    """Return the choice of some rows that take the texts' drafts.
+
+    Args:
+        taken: Which.
+        without: Of a round in which none does.
+        rows: Rows that go on.
+        model: Whether the model drafts for the others.
+    """
+    if not taken.rows:
+        return Choice(frozenset(), model, 0.0, without.seconds)
+    further = taken.pace.seconds - without.seconds
+    usual = without.rate * without.seconds / rows
+    return Choice(taken.rows, model, taken.pace.saved(without), without.seconds, usual, further)
 
 
 def unopposed(model: Sequence[int], prices: RoundPrices) -> Choice:

@@ -70,12 +70,12 @@ class HybridDrafter(Drafter):
         assert costs is not None
         wanted = self.model.allot(wanted, most, costs)
 
-        def judge(texts: Sequence[Offer], prices: RoundPrices) -> Choice:
+        def judge(texts: Sequence[Offer], prices: RoundPrices, alone: bool) -> Choice:
             going_on = [row for row, bound in enumerate(most) if bound]
             if not any(text.tokens for text in texts):  # as in most rounds of most texts; offers would say the same
                 return unopposed([wanted[row] for row in going_on], prices)
             acceptance = self._acceptance.of_rows()
-            return choose([model_offer(wanted[row], acceptance[row]) for row in going_on], texts, prices)
+            return choose([model_offer(wanted[row], acceptance[row]) for row in going_on], texts, prices, alone)
 
         self._drafts, choice = self.text.look(most, most, costs, judge, max(wanted))
         if choice is not None and not choice.model:
@@ -129,7 +129,7 @@ class HybridDrafter(Drafter):
 
     def read_texts(self, rows: Sequence[int]) -> None:
         """Look at the prompts for the first time, both of them."""
-        self.text.prefill(rows)
+        self.text.read_texts(rows)
         self.model.read_texts(rows)
 
     def prefill(self, rows: Sequence[int]) -> bool:

@@ -24,7 +24,8 @@ from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting.hybrid import HybridDrafter
 from hf_dsde.drafting.lookup import text_drafter
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
-from hf_dsde.drafting.lookup.text_drafter import LOOKING_SHARE, TextDrafter
+from hf_dsde.drafting.lookup.stragglers import AHEAD
+from hf_dsde.drafting.lookup.text_drafter import LONGEST_PAUSE, LOOKING_SHARE, TextDrafter
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of transformers
 
@@ -97,11 +98,11 @@ def rounds_without(drafter: Scripted, costs: BatchCosts) -> int:
 @pytest.mark.parametrize(
     ("score", "looking", "pause"),
     [
-        (0.0, 0.5, 25),  # nothing is found: all of 0.5 is lost, and 25 rounds of 1 later it was 2 %
+        (0.0, 0.5, 50),  # nothing is found: all of 0.5 is lost, and 50 rounds of 1 later it was 1 %
         (4.0, 1.0, 0),  # four tokens more of each row, for 0.4: 3.6 saved
         (4.0, 3.5, 0),
-        (4.0, 4.1, 25),  # 0.5 more than that
-        (4.0, 5.0, 70),
+        (4.0, 4.1, 50),  # 0.5 more than that
+        (4.0, 9.0, LONGEST_PAUSE),
     ],
 )
 def test_what_looks_lose_is_a_small_share_of_the_time(
@@ -224,9 +225,8 @@ def test_where_columns_are_dear_rows_that_are_ahead_wait(
     drafter = Scripted(monkeypatch, [(8, 8.0)] * 2)
     sequences = begun(drafter, [[3, 4]] * 2, new_tokens=90)
     drafter._padded = False
-    if refilled:
-        drafter.begin_texts([0, 1])
-    write(sequences, [[5] * (text_drafter.AHEAD + 2), [5]])
+    sequences.refilled = refilled
+    write(sequences, [[5] * (AHEAD + 2), [5]])
     drafter.allot([8, 8], [8, 8], prices(column))
     assert drafter.looks == [looked]
 

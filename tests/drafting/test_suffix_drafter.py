@@ -209,21 +209,25 @@ def test_who_looks_at_distributions_refuses_it() -> None:
         speculative(cycling_model(), "suffix", ragged_batch([2]), "dsde", max_new_tokens=4)
 
 
-def test_rounds_in_which_nobody_may_draft_read_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_read_at_once_and_later_tokens_of_rows_that_may_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     own = SequenceBatch.host_text
 
     def noted(self: SequenceBatch, row: int, *, first: int = 0) -> list[int]:
-        read.append(row)
-        return own(self, row, first=first)
+        tokens = own(self, row, first=first)
+        read.extend([row] * len(tokens))
+        return tokens
 
     monkeypatch.setattr(SequenceBatch, "host_text", noted)
     drafter = hf_dsde.SuffixDrafter(share_answers=False)
     compared(cycling_model(), drafter, ragged_batch(EIGHT), hf_dsde.StaticPolicy(0), max_new_tokens=8)
-    assert not read
+    prompts = [row for row, length in enumerate(EIGHT) for _ in range(length)]
+    assert read == prompts
+    read.clear()
     only_second = ScriptedLengths([[0, 4, *[0] * 6]] * 20)
     compared(cycling_model(), drafter, ragged_batch(EIGHT), only_second, max_new_tokens=8)
-    assert set(read) == {1}
+    assert read[: len(prompts)] == prompts
+    assert set(read[len(prompts) :]) == {1}
 
 
 COPY = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4]
@@ -286,10 +290,10 @@ def test_looks_that_find_nothing_take_a_small_share_of_the_time(monkeypatch: pyt
     monkeypatch.setattr(drafter, "propose", propose)
     monkeypatch.setattr(text_drafter.time, "perf_counter", lambda: clock[0])
     dear, cheap = (BatchCosts(None, CostCurve.line(1.0, column)) for column in (1.0, 0.0))
-    drafted = [drafter.allot([8], [8], dear)[0] for _ in range(18)]
+    drafted = [drafter.allot([8], [8], dear)[0] for _ in range(33)]
     assert not any(drafted)
-    assert len(looks) == 3, "a look of 0.1 steps is followed by 5 rounds without"
-    for _ in range(6):
+    assert len(looks) == 3, "a look of 0.1 steps is followed by 10 rounds without"
+    for _ in range(11):
         drafted = drafter.allot([8], [8], cheap)
     assert drafted == [4]
     drafter.get_candidates(sequences, RoundPlan([4], [True], torch.device("cpu")), None)  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from statistics import median
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -20,9 +19,10 @@ from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, common_length, shortened, with_texts, worthwhile
+from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, chosen, common_length, shortened, with_texts, worthwhile
 from hf_dsde.drafting.lookup.continuation import LONGEST_CLASS, NOTHING, Continuation, faded, match_class
 from hf_dsde.drafting.lookup.rests import RowRests
+from hf_dsde.drafting.lookup.stragglers import Stragglers
 from hf_dsde.policies import Signal
 
 
@@ -40,21 +40,17 @@ Text = TypeVar("Text", bound=GrowingText)
 
 FIRST_PROMISE = 16.0
 """Tokens that scores are thought to have promised before anything was verified, half of which stood."""
-LOOKING_SHARE = 0.02
+LOOKING_SHARE = 0.01
 """Share of the time that looks may take beyond what their drafts save."""
 READ_BESIDE = 256
 """Tokens of texts that are read beside one pass of the target: at most a millisecond's work."""
 CLASS_PROMISE = 16.0
 """Promised tokens of a class of agreements up to which all classes together say more of it than itself."""
 DEAR_COLUMN = 0.25
-"""Share of a plain round that a further column of all rows takes at least where only stragglers count: a token more
-of a row that is ahead brings no more than that."""
-AHEAD = 32
-"""Tokens that a row has to have more than the one that has fewest to be ahead of it."""
-FIRST_PACE = 1.5
-"""Tokens that a round with drafts is thought to bring most stragglers, before any was seen, ..."""
-PACE_RATE = 0.2
-"""... and the weight of a new round in that."""
+"""Share of a plain round that a further column of all rows takes at least where only stragglers are looked up: a token
+more of a row that is ahead brings no more than that."""
+LONGEST_PAUSE = 100
+"""Rounds without a look, at most: hosts stall, and a look that took ages says nothing about the next one."""
 NO_OFFER = Offer()
 
 
@@ -118,9 +114,7 @@ class TextDrafter(Drafter, Generic[Text]):
         self._padded = call.target is not None and not call.target.packs  # and whether each has the longest's columns
         self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
-        self._refilled = False  # whether rows that have ended make place for other texts
-        self._stragglers: set[int] | None = None  # rows with the fewest tokens, if only they count, ...
-        self._pace = FIRST_PACE  # and the tokens that a round with drafts out of texts brings most of them
+        self._stragglers = Stragglers(call.sequences.rows)
         self._looking = 0.0  # seconds of the last look, ...
         self._patience = math.inf  # how many of them a row has that bring nothing, before it is left out, ...
         self._looked: Sequence[int] = ()  # rows that it looked up, of which nothing is known yet, ...
@@ -157,6 +151,10 @@ class TextDrafter(Drafter, Generic[Text]):
             if n:
                 proposals[row] = self.continuation(self._read(row), n)
         return proposals
+
+    def read_texts(self, rows: Sequence[int]) -> None:
+        """Read prompts, while the device stores them."""
+        self.prefill(rows)
 
     def prefill(self, rows: Sequence[int]) -> bool:
         """Read the texts of rows that draft for the first time, so that no round's seconds count it."""
@@ -202,7 +200,7 @@ class TextDrafter(Drafter, Generic[Text]):
         wanted: Sequence[int],
         most: Sequence[int],
         costs: BatchCosts,
-        choose: Callable[[list[Offer], RoundPrices], Choice],
+        choose: Callable[[list[Offer], RoundPrices, bool], Choice],
         others_width: int = 0,
     ) -> tuple[list[Continuation], Choice | None]:
         """Look texts up, unless the last look took more time than it saved; return the drafts, and what was chosen.
@@ -211,12 +209,15 @@ class TextDrafter(Drafter, Generic[Text]):
         saves any time, since the look's is spent by then. But after a look that took longer than its drafts save, as
         many rounds pass without one as keep what was lost within `LOOKING_SHARE` of the time. Rows whose looks bring
         nothing are left out of some (`RowRests`), once they have taken longer than a token of the row takes otherwise.
+        Where rows make no place for other texts, drafts save what `Stragglers` gain, and a model's are not left out
+        unless most of these have drafts out of texts.
 
         Args:
             wanted: The most tokens of each row; 0 for rows that are not looked up.
             most: Tokens that each row has a use for, 0 for rows that have finished.
             costs: Of the batch.
-            choose: Is given what the texts offer the rows that go on, and what rounds take.
+            choose: Is given what the texts offer the rows that go on, what rounds take, and whether a model may be left
+                out.
             others_width: The longest draft that a row may have otherwise.
 
         Returns:
@@ -225,16 +226,15 @@ class TextDrafter(Drafter, Generic[Text]):
         drafts = [NOTHING] * len(most)
         overtaken, self._found, self._looked, self._looking = bool(self._found), (), (), 0.0
         prices = RoundPrices(costs, self._pass_rows, self._padded)
-        column = self._column_price(prices)
-        self._note_stragglers(most, column)
         if self._pause and not overtaken:
             self._pause -= 1
             return drafts, None
         self._rests.next_look()
-        lookable = range(len(most)) if self._stragglers is None else self._stragglers
-        self._looked = [
-            row for row, n in enumerate(wanted) if n and most[row] and row in lookable and self._rests.over(row)
-        ]
+        column, sequences = self._column_price(prices), self.call.sequences
+        going_on = [row for row, n in enumerate(most) if n]
+        counted = going_on if sequences.refilled else self._stragglers.among(going_on, sequences.generated_counts)
+        lookable = counted if column >= DEAR_COLUMN else going_on
+        self._looked = [row for row in lookable if wanted[row] and self._rests.over(row)]
         if not self._looked:
             return drafts, None
         asked = [0] * len(most)
@@ -244,11 +244,14 @@ class TextDrafter(Drafter, Generic[Text]):
         self.prefill(self._looked)
         begun = time.perf_counter()
         self.least_match = self._least_worthwhile(column)
-        proposals = self.propose(self.call.sequences, asked)
+        proposals = self.propose(sequences, asked)
         self.least_match = 1
-        going_on = [row for row, n in enumerate(most) if n]
         offers = self.offers([proposals[row] for row in going_on], prices, others_width)
-        choice = choose(offers, prices)
+        offered = {row for row, each in zip(going_on, offers, strict=True) if each.tokens}
+        choice = choose(offers, prices, sequences.refilled or 2 * len(offered.intersection(counted)) >= len(counted))
+        if not sequences.refilled:
+            expected = {going_on[place]: offers[place].gain for place in choice.texts}
+            choice = self._stragglers.judged(choice, counted, expected)
         self._found = [going_on[place] for place in choice.texts]
         for place in choice.texts:
             drafts[going_on[place]] = self.cut(proposals[going_on[place]], offers[place])
@@ -257,27 +260,9 @@ class TextDrafter(Drafter, Generic[Text]):
         # As long as its looks take, together, less than a token of a row does otherwise.
         look_of_row, token = (ended - begun) / len(self._looked), choice.otherwise / len(going_on)
         self._patience = token / look_of_row if look_of_row else math.inf
-        saved = choice.saved
-        if self._stragglers is not None:
-            saved = min(saved, max(self._pace / choice.usual - 1, 0.0) * choice.otherwise)
-        self._pause = int(max(ended - begun - saved, 0.0) / (LOOKING_SHARE * choice.otherwise))
+        lost = max(ended - begun - choice.saved, 0.0) / choice.otherwise
+        self._pause = min(int(lost / LOOKING_SHARE), LONGEST_PAUSE)
         return drafts, choice
-
-    def _note_stragglers(self, most: Sequence[int], column: float) -> None:
-        """Take note of the rows that have the fewest tokens, where only they count.
-
-        A batch whose rows make no place for other texts ends with its last row: tokens of those that are ahead of it
-        make later passes smaller, which brings far less than a pass less. That is worth columns where these cost next
-        to nothing. Where they are dear, only stragglers are looked up, and drafts save no more time than
-        these get on faster: by their median, since a few rows that repeat themselves do not wait for the others.
-        """
-        if self._refilled or column < DEAR_COLUMN:
-            self._stragglers = None
-            return
-        counts = self.call.sequences.generated_counts
-        going_on = [row for row, n in enumerate(most) if n]
-        bound = AHEAD + min((counts[row] for row in going_on), default=0)
-        self._stragglers = {row for row in going_on if counts[row] <= bound}
 
     def _column_price(self, prices: RoundPrices) -> float:
         """A further column of all rows, in plain rounds; 0 where passes are padded: other rows may need it anyway."""
@@ -303,9 +288,9 @@ class TextDrafter(Drafter, Generic[Text]):
             return wanted
         assert costs is not None
 
-        def choose(texts: list[Offer], prices: RoundPrices) -> Choice:
+        def choose(texts: list[Offer], prices: RoundPrices, _: bool) -> Choice:
             taken = with_texts([NO_OFFER] * len(texts), texts, prices, 0, 1)
-            return Choice(taken.rows, False, taken.pace.saved(taken.without), taken.without.seconds)
+            return chosen(taken, taken.without, len(texts), model=False)
 
         self._allotted, _ = self.look(wanted, most, costs, choose)
         return [len(draft.tokens) for draft in self._allotted]
@@ -350,9 +335,8 @@ class TextDrafter(Drafter, Generic[Text]):
         self._looked = ()
         if not tried:
             return
-        if self._stragglers:
-            self._pace += PACE_RATE * (1 + median(accepted[row] for row in self._stragglers) - self._pace)
         self._found = ()
+        self._stragglers.learn(accepted)
         by_class = list(self._by_class)
         kept = promised = 0.0
         for row in tried:
@@ -382,7 +366,7 @@ class TextDrafter(Drafter, Generic[Text]):
     def begin_texts(self, rows: Sequence[int]) -> None:
         """Forget the texts that are over."""
         self._rests.begin(rows)
-        self._refilled = True
+        self._stragglers.begin(rows)
         for row in rows:
             self._texts[row] = None
 
