@@ -162,9 +162,9 @@ class NotingCapture:
         self.recorded = 0
         self.bytes = 0
 
-    def __call__(self, body: Callable[[], Any]) -> NotedReplay:
+    def __call__(self, body: Callable[[], Any], warm_up: Callable[[], Any] | None = None) -> NotedReplay:
         with torch.no_grad():
-            body()
+            (warm_up or body)()
             with _Notes() as notes:
                 result = body()
         self.recorded += 1

@@ -1,8 +1,9 @@
 """Recording a model's pass once and replaying it: CUDA graphs behind a small interface.
 
 A *body* is a function without arguments that reads static input tensors, works on the device only, and returns its
-output, a tensor or a tuple of tensors. Capturing runs it to warm up (kernels are compiled and chosen then), once more
-to record, and gives back a `Replay`: calling it does the same work on whatever the input tensors hold by then, and its
+output, a tensor or a tuple of tensors. Capturing runs it, or a shorter one that launches the same kernels, to warm up
+(kernels are compiled and chosen then), runs it to record, and gives back a `Replay`: calling it does the same work on
+whatever the input tensors hold by then, and its
 `output` is always the same tensors. What a body decided on the host while it was recorded (shapes, branches) stays as
 it was. A replay knows addresses only: whoever records a body keeps every tensor alive that it reads and did not make
 itself.
@@ -68,8 +69,15 @@ class Capture(Protocol):
 
     bytes: int
 
-    def __call__(self, body: Callable[[], Output]) -> Replay[Output]:
-        """Record `body`. Raises whatever it raises, or what the device says when it cannot be recorded."""
+    def __call__(self, body: Callable[[], Output], warm_up: Callable[[], Any] | None = None) -> Replay[Output]:
+        """Record `body`. Raises whatever it raises, or what the device says when it cannot be recorded.
+
+        Args:
+            body: What is recorded.
+            warm_up: Another body that launches the same kernels, each at least once, and is run before; None for
+                `body` itself. Whoever gives one has run the rest of `body` before: what modules make when they are
+                first called must not lie in the memory of recordings.
+        """
 
 
 class CudaReplay(Generic[Output]):
@@ -105,19 +113,30 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self.bytes = 0
 
-    def __call__(self, body: Callable[[], Output]) -> Replay[Output]:
-        """Record `body` on a stream of its own."""
+    def __call__(self, body: Callable[[], Output], warm_up: Callable[[], Any] | None = None) -> Replay[Output]:
+        """Record `body` on a stream of its own; arguments as for any `Capture`."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self._stream):
-                    _warm_up(body)
-                    replay = self._record(body)
+                    replay = self._warmed_up(body, warm_up)
             finally:  # also when the body raises: whoever goes on must not overtake what it has launched
                 current.wait_stream(self._stream)
         self._replays.add(replay)
         return replay
+
+    def _warmed_up(self, body: Callable[[], Output], warm_up: Callable[[], Any] | None) -> CudaReplay[Output]:
+        """Record `body` after a shorter one; if that was not enough, after all of it."""
+        _warm_up(warm_up or body)
+        try:
+            return self._record(body)
+        except Exception as failure:
+            raise_out_of_memory(failure)
+            if warm_up is None:
+                raise
+            _warm_up(body)
+            return self._record(body)
 
     def _record(self, body: Callable[[], Output]) -> CudaReplay[Output]:
         """Record `body` in the current stream."""
@@ -158,7 +177,9 @@ class CudaCapture:
 def _warm_up(body: Callable[[], Any]) -> None:
     """Run a body without letting it wait for the device; once more if it does so the first time only.
 
-    Launching a pass takes the host as long as replaying several, so that it is not done more often than it must.
+    Launching a pass takes the host as long as replaying several, so that it is not done more often than it must. For
+    the same reason the body may be a shorter one than that which is recorded. What it leaves out is then not seen to
+    wait: each layer that is left out runs the code of one that is not, and would wait where that does.
     """
     try:
         with NoWaiting(), _waiting_raises():

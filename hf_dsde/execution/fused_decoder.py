@@ -13,8 +13,9 @@ out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_dsde.execution.fused_families import attention_windows, decoder_body, decoder_layers, why_not_fused
 from hf_dsde.execution.kv_cache import RaggedCache
+from hf_dsde.execution.layer_kinds import kind_of
 from hf_dsde.execution.linear_products import gated_product, products
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.torch_modes import without_autocast
@@ -138,6 +140,16 @@ class Layer:
             window=window,
         )
 
+    @cached_property
+    def kind(self) -> Hashable:
+        """What layers that launch the same kernels have in common, once both follow a layer."""
+        attend, mlp = self.attention, self.mlp
+        modules = [getattr(attend, f"{name}_proj") for name in ("q", "k", "v", "o")]
+        modules += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+        norms = [self.input_norm, self.middle_norm, self.query_norm, self.key_norm]
+        read = [None if norm is None else (norm.weight, norm.epsilon) for norm in norms]
+        return kind_of(modules, [self.window, attend.head_dim, attend.scaling, *read])
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -196,12 +208,33 @@ class FusedDecoder:
         windows = attention_windows(model)
         pairs = zip(decoder_layers(model), windows, strict=True)
         self._layers = [Layer.of(index, layer, window) for index, (layer, window) in enumerate(pairs)]
+        self._shorter: FusedDecoder | None = None
 
-    def ending_after(self, layer: int) -> FusedDecoder:
-        """Return what runs the layers up to one, counted from 1, and then final norm and head; no hidden states."""
-        shorter = copy.copy(self)
-        shorter._layers, shorter._hidden_layers = self._layers[:layer], ()
-        return shorter
+    def ending_after(self, layer: int | None) -> FusedDecoder:
+        """Return what runs the layers up to one, counted from 1, and then final norm and head; no hidden states.
+
+        None ends after the last layer, which is this decoder itself.
+        """
+        return self if layer is None else self._with(self._layers[:layer], ())
+
+    def representative(self) -> FusedDecoder:
+        """Return what launches all kernels that this one does, and gives as many tensors, with few layers.
+
+        These are the first and the last layer of each kind, and those that give hidden states: what the first of all
+        does otherwise, and the last of all, another one of its kind does as the others do.
+        """
+        if self._shorter is None:
+            last = {layer.kind: layer.index for layer in self._layers}
+            first = {layer.kind: layer.index for layer in reversed(self._layers)}
+            kept = {*first.values(), *last.values(), *self._hidden_layers}
+            self._shorter = self._with([layer for layer in self._layers if layer.index in kept], self._hidden_layers)
+        return self._shorter
+
+    def _with(self, layers: list[Layer], hidden_layers: tuple[int, ...]) -> FusedDecoder:
+        """Return a decoder of some of the layers."""
+        other = copy.copy(self)
+        other._layers, other._hidden_layers, other._shorter = layers, hidden_layers, None
+        return other
 
     def __call__(
         self, block: Block, cache: RaggedCache, reach: int, keep: Tensor | None, last: Block | None = None
@@ -240,7 +273,7 @@ class FusedDecoder:
         """
         *before, last = self._layers
         with torch.no_grad(), without_autocast(block.tokens.device):
-            if len(self._layers) in self._hidden_layers:
+            if last.index + 1 in self._hidden_layers:
                 return self._run(block, cache, reach, None, None)[1]
             stream, run = self._begun(block, cache, reach)
             stream, added = self._through(before, stream, run)
@@ -279,7 +312,7 @@ class FusedDecoder:
         kept = {
             layer: states if keep is None else states.index_select(0, keep) for layer, states in run.streams.items()
         }
-        kept[len(self._layers)] = normed
+        kept[self._layers[-1].index + 1] = normed
         return tuple(kept[layer] for layer in self._hidden_layers)
 
     def _begun(self, block: Block, cache: RaggedCache, reach: int) -> tuple[Tensor, Pass]:

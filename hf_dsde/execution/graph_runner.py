@@ -20,6 +20,7 @@ from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, raise_out_of_memory
 from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.flat_block import flat_block
+from hf_dsde.execution.fused_bodies import forward_bodies, store_bodies
 from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
@@ -31,7 +32,6 @@ from hf_dsde.execution.row_block import RowBlock, next_row_count
 from hf_dsde.execution.spans import Span, portions, total_count
 from hf_dsde.execution.token_choice import TokenChoice
 from hf_dsde.execution.workspaces import RecordedPass, Workspace, WorkspaceKey, workspaces
-from hf_dsde.kernels.block import Block
 from hf_dsde.utils.transfers import upload
 
 MIN_REACH = 512
@@ -227,8 +227,6 @@ class GraphRunner(EagerRunner):
         try:
             if len(tokens) > self._tuning.stored_sizes[-1]:
                 return self._store_eagerly(spans, tokens, states, longest)
-            if not self.cache.is_allocated:
-                self._allocate()
         except Exception as failure:  # noqa: BLE001 - as where a pass is recorded
             self._give_up(failure)
         size = next_bucket(len(tokens), self._tuning.stored_sizes)
@@ -303,6 +301,8 @@ class GraphRunner(EagerRunner):
         return min(reach, self.cache.capacity)
 
     def _record(self, shape: Shape, reach: int) -> RecordedPass:
+        if self._fused is not None and not self.cache.is_allocated:
+            self._allocate()
         if shape[0] == "packed":
             return self._record_packed(shape, reach)
         if shape[0] == "store":
@@ -324,25 +324,24 @@ class GraphRunner(EagerRunner):
         if keep is not None and not tree:
             last = self._new_buffers(rows, kept).flat(rows * kept, self.rows, kept)
             last.place(self._live)
-        forward = self._fused_forward(block, reach, keep, last, exit_layer)
-        replay = self._workspace.capture(lambda: forward().map(lambda states: states.view(rows, kept, -1)))
-        return RecordedPass(replay, buffers, block, keep, last, self._choices)
+        decoder = self._fused.ending_after(exit_layer)
+        bodies = forward_bodies(decoder, block, self.cache, reach, (rows, kept), keep, last)
+        return RecordedPass(self._workspace.capture(*bodies), buffers, block, keep, last, self._choices)
 
     def _record_packed(self, shape: Shape, reach: int) -> RecordedPass:
+        assert self._fused is not None
         _, size, widest, tree = shape
         buffers = self._new_buffers(1, size, tree=tree)
         block = buffers.flat(size, self.rows, widest)
-        return RecordedPass(self._workspace.capture(self._fused_forward(block, reach)), buffers, block)
+        bodies = forward_bodies(self._fused, block, self.cache, reach, (size,))
+        return RecordedPass(self._workspace.capture(*bodies), buffers, block)
 
     def _record_store(self, size: int, reach: int) -> RecordedPass:
-        fused, cache, buffers = self._fused, self.cache, self._new_buffers(1, size)
-        assert fused is not None
+        assert self._fused is not None
+        buffers = self._new_buffers(1, size)
         block = buffers.flat(size, self.rows, size)
-
-        def body() -> PassOutput:
-            return PassOutput(block.tokens[:0], fused.store(block, cache, reach))
-
-        return RecordedPass(self._workspace.capture(body), buffers, block)
+        bodies = store_bodies(self._fused, block, self.cache, reach)
+        return RecordedPass(self._workspace.capture(*bodies), buffers, block)
 
     def _record_chain(self, rows: int, choice: TokenChoice, exit_layer: int | None, reach: int) -> RecordedPass:
         buffers = self._new_buffers(rows, 1)
@@ -350,16 +349,15 @@ class GraphRunner(EagerRunner):
         numbers = self._workspace.random_numbers(rows, choice.numbers, self.device)
         step, block = ChainStep(buffers, choice, numbers), None
         if self._fused is None:
-            forward = self._own_forward(buffers, reach, 1, exit_layer)
+            forwards = [self._own_forward(buffers, reach, 1, exit_layer)]
         else:
             block = buffers.flat(rows, self.rows, 1)
             block.place(self._live)
-            flat = self._fused_forward(block, reach, after=exit_layer)
-            forward = lambda: flat().map(lambda states: states[:, None])  # noqa: E731
-        body = step.around(forward, self.model)
+            forwards = forward_bodies(self._fused.ending_after(exit_layer), block, self.cache, reach, (rows, 1))
+        bodies = [step.around(forward, self.model) for forward in forwards]
         if self._compiles:
-            body()
-        return RecordedPass(self._workspace.capture(body), buffers, block, choice=self._choices, chain=step)
+            bodies[0]()
+        return RecordedPass(self._workspace.capture(*bodies), buffers, block, choice=self._choices, chain=step)
 
     def _own_forward(
         self, buffers: BlockBuffers, view: int, kept: int, exit_layer: int | None
@@ -377,14 +375,6 @@ class GraphRunner(EagerRunner):
             return output
 
         return body
-
-    def _fused_forward(
-        self, block: Block, reach: int, keep: Tensor | None = None, last: Block | None = None, after: int | None = None
-    ) -> Callable[[], PassOutput]:
-        """Return the fused pass over a block, of all layers or of those up to the one that it ends `after`."""
-        assert self._fused is not None
-        fused = self._fused if after is None else self._fused.ending_after(after)
-        return partial(fused, block, self.cache, reach, keep, last)
 
     def _give_up(self, failure: Exception) -> None:
         """Go on without recording: bring the cache into the form that an eager pass takes, and say why.

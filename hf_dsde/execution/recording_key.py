@@ -36,7 +36,7 @@ KNOWN_PACKAGES = QUANTISERS | {"torch", "transformers", ADAPTERS, "hf_dsde"}
 KNOWN_WRAPPERS = KNOWN_PACKAGES | {"accelerate", "trl"}
 """Their functions may take the place of a module's `forward`, and call only what they were made with."""
 
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"} | {compat.CAPTURE_MARK, compat.POSITION_MEMORY}
+BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"} | {compat.CAPTURE_MARK, compat.POSITION_MEMORY}
 """Attributes that every module has, and which are looked at otherwise or say nothing about its arithmetic."""
 _NUMBERS_AND_NAMES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -46,6 +46,7 @@ _ADAPTED = frozenset({"base_layer", "original_module"})
 """Children of an adapter's module that are the model's own."""
 
 Key = tuple[Any, ...]
+Place = Callable[[Tensor], Any]
 
 
 class RecordingKey(NamedTuple):
@@ -88,14 +89,14 @@ def _key(modules: Sequence[nn.Module]) -> Key | None:
         for group in (own["_parameters"], own["_buffers"]):
             for tensor in group.values():
                 if tensor is not None:
-                    weight = _weight(tensor)
+                    weight = _weight(tensor, configurations)
                     if weight is None:
                         return None
                     weights.append(weight)
         attributes.append(kind)
         for name, value in own.items():
-            if name not in _BOOKKEEPING:
-                attributes += name, value if type(value) in _NUMBERS_AND_NAMES else _digest(value, configurations)
+            if name not in BOOKKEEPING:
+                attributes += name, value if type(value) in _NUMBERS_AND_NAMES else digest(value, configurations)
     if not {_package(kind.__module__) for kind in classes} <= KNOWN_PACKAGES:
         return None
     return tuple(weights), tuple(attributes), tuple(map(_class_key, classes)), _files_key(classes)
@@ -136,37 +137,42 @@ def _package(module_name: str) -> str:
     return module_name.partition(".")[0]
 
 
-def _weight(tensor: Tensor) -> Key | None:
+def _weight(tensor: Tensor, seen: dict[int, Any], place: Place = Tensor.data_ptr) -> Key | None:
     """Where a weight lies and how it is read; None if it is of a kind that is more than its numbers."""
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
-        parts = [_weight(getattr(tensor, name)) for name in names]
-        return None if None in parts else (type(tensor), _digest(context, {}), *parts)
-    place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        parts = [_weight(getattr(tensor, name), seen, place) for name in names]
+        return None if None in parts else (type(tensor), digest(context, {}, place), *parts)
+    found = place(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if type(tensor) in (Tensor, nn.Parameter):
-        return place
+        return found
     if _package(type(tensor).__module__) in QUANTISERS:  # scales are in attributes of it
-        return type(tensor), *place, _digest(vars(tensor), {})
+        return type(tensor), *found, digest(vars(tensor), seen, place)
     return None
 
 
-def _digest(value: Any, configurations: dict[int, Any]) -> Any:
-    """What is compared in place of a value: numbers and names, and what holds them, by value; the rest by identity."""
+def digest(value: Any, seen: dict[int, Any], place: Place = Tensor.data_ptr) -> Any:
+    """What is compared in place of a value: numbers and names, and what holds them, by value; the rest by identity.
+
+    Args:
+        value: An attribute of a module, say.
+        seen: By `id`, what is compared in place of objects that several values refer to; gets further ones.
+        place: Gives what counts of where a tensor lies.
+    """
     kind = type(value)
-    if kind in _NUMBERS_AND_NAMES:
-        return value
+    if kind in _NUMBERS_AND_NAMES or id(value) in seen:
+        return seen.get(id(value), value)
     if isinstance(value, dict):
-        return kind, tuple((_digest(k, configurations), _digest(v, configurations)) for k, v in value.items())
+        return kind, tuple((digest(k, seen, place), digest(v, seen, place)) for k, v in value.items())
     if isinstance(value, Tensor):
-        return _weight(value) or _identity(value)
+        return _weight(value, seen, place) or _identity(value)
     if isinstance(value, (list, tuple, set, frozenset)):
-        entries = (_digest(entry, configurations) for entry in value)
+        entries = (digest(entry, seen, place) for entry in value)
         return kind, tuple(entries) if isinstance(value, (list, tuple)) else frozenset(entries)
     if isinstance(value, PretrainedConfig) or _holds_scales(value):  # all modules share one configuration
-        if id(value) not in configurations:
-            configurations[id(value)] = None  # may be part of itself
-            configurations[id(value)] = kind, _digest(vars(value), configurations)
-        return configurations[id(value)]
+        seen[id(value)] = None  # may be part of itself
+        seen[id(value)] = kind, digest(vars(value), seen, place)
+        return seen[id(value)]
     return _identity(value)
 
 

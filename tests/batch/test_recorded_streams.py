@@ -70,11 +70,11 @@ def test_memory_that_runs_out_while_a_pass_is_recorded_halves_the_batch(
     calls = []
     original = NotingCapture.__call__
 
-    def full(self: NotingCapture, body: Any) -> Any:
+    def full(self: NotingCapture, *bodies: Any) -> Any:
         calls.append(1)
         if len(calls) == call:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return original(self, body)
+        return original(self, *bodies)
 
     monkeypatch.setattr(NotingCapture, "__call__", full)
     jobs = made(None, "static")

@@ -79,7 +79,7 @@ def test_greedy_text_equals_plain_generate_in_float32(
 def test_a_second_call_records_nothing(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     original = CudaCapture.__call__
-    monkeypatch.setattr(CudaCapture, "__call__", lambda self, body: passes.append(1) or original(self, body))
+    monkeypatch.setattr(CudaCapture, "__call__", lambda self, *bodies: passes.append(1) or original(self, *bodies))
     hf_dsde.release_memory(target("llama"))
     for turn in range(2):
         call("llama", hf_dsde.StaticPolicy(4), settings)

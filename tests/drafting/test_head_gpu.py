@@ -82,7 +82,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each pass that is recorded."""
     passes: list[int] = []
     original = CudaCapture.__call__
-    monkeypatch.setattr(CudaCapture, "__call__", lambda self, body: passes.append(1) or original(self, body))
+    monkeypatch.setattr(CudaCapture, "__call__", lambda self, *bodies: passes.append(1) or original(self, *bodies))
     return passes
 
 

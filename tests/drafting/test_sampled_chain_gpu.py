@@ -102,9 +102,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         noted.by_step += 1
         return step_by_step(self, *arguments)
 
-    def counted_record(self: CudaCapture, body: Any) -> Any:
+    def counted_record(self: CudaCapture, *bodies: Any) -> Any:
         noted.recorded += 1
-        return record(self, body)
+        return record(self, *bodies)
 
     monkeypatch.setattr(GraphRunner, "chain", counted_chain)
     monkeypatch.setattr(GraphRunner, "begin_chain", counted_begin)

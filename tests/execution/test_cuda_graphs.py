@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -309,3 +310,57 @@ class TestNoWaiting:
             thread.start()
             thread.join()
         assert seen == [1.0]
+
+
+class TestWarmUp:
+    """What is run before a capture; there is no device, and capturing runs the body."""
+
+    @pytest.fixture
+    def capture(self, monkeypatch: pytest.MonkeyPatch) -> CudaCapture:
+        for name in ("Stream", "graph_pool_handle", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())
+        for name in ("device", "stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+        monkeypatch.setattr(graphs, "_waiting_raises", nullcontext)
+        monkeypatch.setattr(CudaCapture, "_record", lambda _, body: graphs.CudaReplay(MagicMock(), body()))
+        return CudaCapture(CUDA)
+
+    def test_a_shorter_body_is_run_in_the_bodys_place(self, capture: CudaCapture) -> None:
+        calls: list[str] = []
+        capture(lambda: calls.append("whole"), lambda: calls.append("short"))
+        assert calls == ["short", "whole"]
+        capture(lambda: calls.append("whole"))
+        assert calls == ["short", "whole", "whole", "whole"]
+
+    def test_it_may_not_wait_either(self, capture: CudaCapture) -> None:
+        x = torch.ones(3)
+        with pytest.raises(RuntimeError, match="waits for the device"):
+            capture(lambda: x + 1, lambda: x.sum().item())
+
+    def test_where_it_leaves_something_out_the_body_is_run(self, capture: CudaCapture) -> None:
+        calls: list[str] = []
+
+        def whole() -> None:
+            calls.append("whole")
+            if len(calls) == 2:
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+        capture(whole, lambda: calls.append("short"))
+        assert calls == ["short", "whole", "whole", "whole"]
+
+    def test_what_cannot_be_recorded_is_tried_twice_at_most(self, capture: CudaCapture) -> None:
+        calls: list[str] = []
+        with pytest.raises(RuntimeError, match="cannot be recorded"):
+            capture(fail, lambda: calls.append("short"))
+        assert calls == ["short"]
+
+    def test_memory_that_ran_out_is_no_reason_to_try_again(self, capture: CudaCapture) -> None:
+        calls: list[str] = []
+
+        def full() -> None:
+            calls.append("whole")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        with pytest.raises(torch.OutOfMemoryError):
+            capture(full, lambda: calls.append("short"))
+        assert calls == ["short", "whole"]

@@ -254,12 +254,12 @@ def test_a_failed_recording_goes_on_eagerly_with_one_warning(
     attempts = []
     original = NotingCapture.__call__
 
-    def failing(self: NotingCapture, body: Any) -> Any:
+    def failing(self: NotingCapture, *bodies: Any) -> Any:
         if self is recording[0]:  # the draft's is made second
             attempts.append(1)
             if len(attempts) >= fails_at:
                 raise RuntimeError("operation not permitted when stream is capturing")
-        return original(self, body)
+        return original(self, *bodies)
 
     monkeypatch.setattr(NotingCapture, "__call__", failing)
     target, draft = fresh_pair(noise=0.0)

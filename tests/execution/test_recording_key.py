@@ -136,7 +136,7 @@ class _TellingCapture:
     def __init__(self) -> None:
         self.records, self.recorded = False, 0
 
-    def __call__(self, body: Callable[[], PassOutput]) -> _Rerun:
+    def __call__(self, body: Callable[[], PassOutput], warm_up: object = None) -> _Rerun:
         self.records, self.recorded = True, self.recorded + 1
         with torch.no_grad():
             replay = _Rerun(body)

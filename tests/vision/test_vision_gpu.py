@@ -42,7 +42,7 @@ def test_text_is_that_of_plain_generate_and_the_second_call_records_nothing(
         pytest.skip("its layers are not fused")
     passes: list[int] = []
     original = CudaCapture.__call__
-    monkeypatch.setattr(CudaCapture, "__call__", lambda self, body: passes.append(1) or original(self, body))
+    monkeypatch.setattr(CudaCapture, "__call__", lambda self, *bodies: passes.append(1) or original(self, *bodies))
     inputs = image_batch(family, [[3, 5], [7], [4, 2, 3], [2]])
     inputs = {
         name: value.cuda().float() if value.is_floating_point() else value.cuda() for name, value in inputs.items()
