@@ -3,10 +3,9 @@
 A *body* is a function without arguments that reads static input tensors, works on the device only, and returns its
 output, a tensor or a tuple of tensors. Capturing runs it, or a shorter one that launches the same kernels, to warm up
 (kernels are compiled and chosen then), runs it to record, and gives back a `Replay`: calling it does the same work on
-whatever the input tensors hold by then, and its
-`output` is always the same tensors. What a body decided on the host while it was recorded (shapes, branches) stays as
-it was. A replay knows addresses only: whoever records a body keeps every tensor alive that it reads and did not make
-itself.
+whatever the input tensors hold by then, and its `output` is always the same tensors. What a body decided on the host
+while it was recorded (shapes, branches) stays as it was. A replay knows addresses only: whoever records a body keeps
+every tensor alive that it reads and did not make itself.
 """
 
 from __future__ import annotations

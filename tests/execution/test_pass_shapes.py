@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,10 +10,9 @@ from hf_dsde.execution.model_runner import WIDTH_BUCKETS
 from hf_dsde.execution.pass_shapes import (
     LEAST_CHARGE,
     LEAST_VARYING_WIDTH,
-    LONGEST_EXACT,
     MOST_PADDED,
     PACKED_WIDTHS,
-    PADDING_OF_RECORDING,
+    RECORDING_CHARGE,
     ROOMY_STEPS,
     SMALLEST_STEP,
     STEPS_PER_DOUBLING,
@@ -69,76 +67,32 @@ def test_packed_passes_of_up_to_twice_the_tokens_do_for_one_and_are_charged_for(
     ]
 
 
-def padded(rows: int, width: int, *, last: bool) -> Shape:
-    return "padded", rows, width, 1 if last else width, False, None
-
-
-def gives_the_same(other: Shape, shape: Shape) -> bool:
-    """Whether a padded pass gives what another gives, of a block that is filled up; field by field."""
-    keeps_all = shape[3] == shape[2] and other[3] == other[2]
-    return (
-        other[:2] == shape[:2]
-        and other[2] >= shape[2]
-        and (keeps_all or other[3] == shape[3] == 1)
-        and other[4:] == shape[4:]
-    )
-
-
-@given(st.integers(1, 160), st.sampled_from(WIDTH_BUCKETS), st.booleans(), st.integers(0, 256))
-def test_wider_padded_passes_do_for_one_and_are_charged_for(rows: int, width: int, last: bool, free: int) -> None:
-    shape = padded(rows, width, last=last)
+@given(st.integers(1, 64), st.sampled_from(WIDTH_BUCKETS), st.integers(0, 256))
+def test_padded_passes_that_cost_nothing_more_do_for_one(rows: int, width: int, free: int) -> None:
+    shape = ("padded", rows, width, width, False, None)
     found = list(larger_shapes(shape, WIDTH_BUCKETS, free))
-    assert [other[2] for other, _ in found] == [
-        each for each in WIDTH_BUCKETS if each > width and rows * each <= max(free, MOST_PADDED * rows * width)
-    ]
-    for other, charge in found:
-        assert gives_the_same(other, shape)
-        free_of_charge = rows * other[2] <= free and width >= LEAST_VARYING_WIDTH
-        assert charge == (0 if free_of_charge else max(rows * (other[2] - width), LEAST_CHARGE))
-
-
-@given(st.integers(1, 160), st.sampled_from(WIDTH_BUCKETS), st.booleans(), st.integers(0, 256))
-def test_a_padded_pass_that_is_recorded_first_has_no_padding_that_costs_anything(
-    rows: int, width: int, last: bool, free: int
-) -> None:
-    shape = padded(rows, width, last=last)
-    room = roomy(shape, free)
-    assert gives_the_same(room, shape)
-    assert room == shape or (width > LONGEST_EXACT and rows * room[2] <= free)
-    assert roomy(room, free) == room
-
-
-def test_widths_of_long_drafts_are_few() -> None:
-    assert {roomy(padded(2, width, last=False), 128)[2] for width in WIDTH_BUCKETS if width > LONGEST_EXACT} == {
-        16, 32, 64
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("rows", [1, 32, 64])
-@pytest.mark.parametrize("drafted", range(LONGEST_EXACT))
-def test_what_a_policy_of_one_length_runs_has_no_padding(rows: int, drafted: int) -> None:
-    shape = padded(rows, drafted + 1, last=False)
-    passes = CapturedPasses[Shape](9)
-    for _ in range(2):
-        run = shape_to_run(shape, passes, lambda each: each, WIDTH_BUCKETS, 128, used=True)
-        assert passes.get(run, lambda: shape) == shape
+    wider = [each for each in WIDTH_BUCKETS if each > width and rows * each <= free]
+    expected = [("padded", rows, each, each, False, None) for each in wider if width >= LEAST_VARYING_WIDTH]
+    assert found == [(each, 0) for each in expected]
+    if width > 1:
+        assert not list(larger_shapes(("padded", rows, width, 1, False, None), WIDTH_BUCKETS, free))
 
 
 def test_nothing_else_does_for_a_chain() -> None:
     shape = ("chain", 4, None, None)
     assert not list(larger_shapes(shape, WIDTH_BUCKETS, 128))
-    assert roomy(shape, 128) == shape
+    assert roomy(shape) == shape
 
 
 @given(st.integers(33, 5000), st.sampled_from(PACKED_WIDTHS))
 def test_what_is_recorded_first_has_few_sizes_and_little_padding(tokens: int, width: int) -> None:
     size = packed_bucket(tokens)
-    kind, larger, *others = roomy(("packed", size, width, True), 128)
+    kind, larger, *others = roomy(("packed", size, width, True))
     assert (kind, others) == ("packed", [width, True])
     assert larger >= size
     assert (larger - tokens) * (ROOMY_STEPS + 1) <= larger
     assert packed_bucket(larger) == larger
-    assert roomy(("packed", larger, width, True), 128) == ("packed", larger, width, True)
+    assert roomy(("packed", larger, width, True)) == ("packed", larger, width, True)
 
 
 def test_what_is_run_in_place_of_a_pass_costs_no_more_than_recording_it() -> None:
@@ -154,24 +108,7 @@ def test_what_is_run_in_place_of_a_pass_costs_no_more_than_recording_it() -> Non
     assert passes.captures == 1
     assert [run(160, used=False) for _ in range(1000)] == [("packed", 224, 8, False)] * 1000
     lent = [run(160) for _ in range(1000)].index(("packed", 160, 8, False))
-    assert lent == PADDING_OF_RECORDING["packed"] // (224 - 160)
+    assert lent == RECORDING_CHARGE // (224 - 160)
     assert run(104) == ("packed", 160, 8, False), "the smallest that does"
     assert passes.captures == 2
     assert run(72) == ("packed", 80, 8, False), "twice the tokens are too many"
-
-
-def test_a_wider_padded_pass_is_run_until_that_has_cost_as_much_as_recording() -> None:
-    passes = CapturedPasses[Shape](9)
-
-    def run(width: int, *, last: bool = False, used: bool = True) -> Shape:
-        shape = padded(32, width, last=last)
-        shape = shape_to_run(shape, passes, lambda each: each, WIDTH_BUCKETS, 128, used=used)
-        return passes.get(shape, lambda: shape) if used else shape
-
-    for last in (False, True):
-        wide, narrow = padded(32, 6, last=last), padded(32, 4, last=last)
-        assert run(6, last=last) == wide
-        assert [run(4, last=last, used=False) for _ in range(1000)] == [wide] * 1000
-        assert [run(4, last=last) for _ in range(1000)].index(narrow) == PADDING_OF_RECORDING["padded"] // (32 * 2)
-    assert passes.captures == 4
-    assert run(2) == padded(32, 4, last=False), "the smallest that does"
