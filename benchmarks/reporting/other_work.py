@@ -8,7 +8,7 @@ from typing import Any
 from reporting.files import PLAIN, Results
 from reporting.markdown import code, middle, rate, rate_spread, ratio, ratio_spread, table
 
-TEXT_JOBS = ("text_jobs_8_rows_8B.json", "text_jobs_128_rows_8B.json")
+TEXT_JOBS = tuple(f"text_jobs_{rows}_8B.json" for rows in ("1_row", "8_rows", "32_rows", "128_rows"))
 TASKS = {"edit": "rename in a function", "quote": "quote an article", "math": "word problems", "open": "open questions"}
 ROLLOUTS = "rollouts_1B.json"
 
@@ -24,9 +24,11 @@ def text_jobs(results: Results) -> str:
             for (rows, task), (plain, *others) in found.items():
                 assert plain["method"] == PLAIN
                 ratios = [f"{ratio_spread(middle(one['ratios']))} ({code(one['method'])})" for one in others]
-                yield [str(rows), str(plain["requests"]), TASKS[task], rate_spread(middle(plain["speeds"])), *ratios]
+                own = [str(rows), str(plain["requests"]), TASKS[task], rate_spread(middle(plain["speeds"]))]
+                yield [*own, *ratios, str(results.commit(file))]
 
-    return table(["rows", "requests", "kind", "`static:0`, tokens/s", "out of texts", "the head", "both"], lines())
+    header = ["rows", "requests", "kind", "`static:0`, tokens/s", "out of texts", "the head", "both", "commit"]
+    return table(header, lines())
 
 
 def rollouts(results: Results) -> str:
