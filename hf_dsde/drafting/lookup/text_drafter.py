@@ -57,10 +57,11 @@ NO_OFFER = Offer()
 class TextDrafter(Drafter, Generic[Text]):
     """Proposes, of each row, what the text makes likely, as far as that is worth the columns of the target's pass.
 
-    A row that nobody asks for costs nothing. The policy says how much a row may draft at most, and the measured seconds
-    of passes say what of it is proposed: `offers` cuts the rows' drafts, and of the rows those draft that make the
-    batch faster (`with_texts`); where none does, the round is a plain step. Looking texts up takes time of its own,
-    which decides how often that is done (`look`). `SpeculationConfig(cost_cap=False)` leaves all to the policy.
+    A row that nobody asks for is read, but not looked up. The policy says how much a row may draft at most, and the
+    measured seconds of passes say what of it is proposed: `offers` cuts the rows' drafts, and of the rows those draft
+    that make the batch faster (`with_texts`); where none does, the round is a plain step. Looking texts up takes time
+    of its own, which decides how often that is done (`look`). `SpeculationConfig(cost_cap=False)` leaves all to the
+    policy.
     """
 
     _promised, _kept = FIRST_PROMISE, FIRST_PROMISE / 2
