@@ -16,7 +16,7 @@ from hf_dsde.execution.recording_key import BOOKKEEPING, digest
 from hf_dsde.utils.modules import modules_of
 
 ALIGNMENT = 16
-"""Triton compiles a kernel anew for addresses that are no multiple of so many bytes."""
+"""Bytes. Triton compiles a kernel separately for addresses that are no multiple of them."""
 
 NAME_IN_MODEL = "target_name"
 """PEFT keeps it with what a module was made with; nothing is computed from it."""
@@ -28,7 +28,7 @@ def kind_of(modules: Sequence[nn.Module], values: Sequence[Any]) -> Hashable:
     Args:
         modules: What a layer calls. Adapters and quantised weights count, with what they are told: which adapters are
             active, their scaling, sizes of blocks.
-        values: Numbers and tensors that it reads besides.
+        values: Other numbers and tensors that it reads.
     """
     parts = [part for module in modules for part in modules_of(module)]
     numbers: dict[int, Any] = {id(part): number for number, part in enumerate(parts)}  # a weight may know its module

@@ -16,7 +16,7 @@ from four_bit_cases import (
     slow_four_bit_linear,
     slow_numbers,
 )
-from interpreting import loops_with_new_numpy  # noqa: F401 - a fixture
+from interpreting import guarded_results, loops_with_new_numpy  # noqa: F401 - fixtures
 from triton.runtime import interpreter
 
 from hf_dsde.kernels.elementwise import four_bit_linear
@@ -67,24 +67,6 @@ def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         "create_dot",
         lambda self, a, b, *rest: original(self, numbers(a), numbers(b), *rest),
     )
-
-
-@pytest.fixture(autouse=True)
-def guarded(monkeypatch: pytest.MonkeyPatch):
-    """Results start as NaN, and so does what lies around them, where it has to stay."""
-    empty, whole, guard = torch.empty, [], 512
-
-    def guarded_empty(size, **options):
-        count = size[0] * size[1]
-        whole.append((empty(count + 2 * guard, **options).fill_(float("nan")), count))
-        return whole[-1][0][guard : guard + count].view(size)
-
-    monkeypatch.setattr(torch, "empty", guarded_empty)
-    yield
-    for buffer, count in whole:
-        assert buffer[:guard].isnan().all()
-        assert not buffer[guard : guard + count].isnan().any()
-        assert buffer[guard + count :].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

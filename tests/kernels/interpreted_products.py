@@ -9,7 +9,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from interpreting import loops_with_new_numpy  # noqa: F401 - a fixture
+from interpreting import guarded_results, loops_with_new_numpy  # noqa: F401 - fixtures
 from kernel_cases import (
     LOW_RANK_CASES,
     PRODUCT_CASES,
@@ -31,27 +31,13 @@ from hf_dsde.utils import tuning
 from hf_dsde.utils.tuning import HOPPER, SAFE
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
-GUARD = 512
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def guarded(monkeypatch: pytest.MonkeyPatch):
-    """Results start as NaN, and so does what lies around them, where it has to stay."""
-    empty, whole = torch.empty, []
-
-    def guarded_empty(size, **options):
-        count = size[0] * size[1]
-        whole.append((empty(count + 2 * GUARD, **options).fill_(float("nan")), count))
-        return whole[-1][0][GUARD : GUARD + count].view(size)
-
-    monkeypatch.setattr(torch, "empty", guarded_empty)
+def something_is_computed(guarded_results):  # noqa: F811 - the imported fixture
     yield
-    assert whole
-    for buffer, count in whole:
-        assert buffer[:GUARD].isnan().all()
-        assert not buffer[GUARD : GUARD + count].isnan().any()
-        assert buffer[GUARD + count :].isnan().all()
+    assert guarded_results
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
