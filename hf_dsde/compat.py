@@ -8,8 +8,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +24,27 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument of `forward`, newest first: `cache` since 5.24, `past_key_values` before."""
 
 
+_parameters: WeakKeyDictionary[FunctionType, frozenset[str]] = WeakKeyDictionary()
+
+
+def forward_parameters(model: nn.Module) -> frozenset[str]:
+    """Return the names of what `model.forward` takes; of a function, they are found once."""
+    forward = getattr(model.forward, "__func__", model.forward)
+    if not isinstance(forward, FunctionType):
+        return frozenset(inspect.signature(forward).parameters)
+    found = _parameters.get(forward)
+    if found is None:
+        found = _parameters[forward] = frozenset(inspect.signature(forward).parameters)
+    return found
+
+
 def cache_argument(model: nn.Module) -> str:
     """Return the name under which `model.forward` takes its key-value cache.
 
     Raises:
         ValueError: If `forward` takes no key-value cache under any known name.
     """
-    parameters = inspect.signature(model.forward).parameters
+    parameters = forward_parameters(model)
     for name in CACHE_ARGUMENTS:
         if name in parameters:
             return name
@@ -73,11 +89,14 @@ def prompt_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     return torch.ones_like(input_ids) if mask is None else mask
 
 
-def gives_up_cache(model: PreTrainedModel) -> bool:
-    """Whether the model's forward pass drops its key-value cache now, as training with gradient checkpointing has it.
+def gives_up_cache(modules: Iterable[nn.Module]) -> bool:
+    """Whether a model's forward pass drops its key-value cache now, as training with gradient checkpointing has it.
 
     Up to some version all layers did; later ones do so only where gradients are taken, which `generate` does not. The
     forward passes of some models go by the mode alone.
+
+    Args:
+        modules: All of the model's.
     """
     return any(
         module.training
@@ -86,7 +105,7 @@ def gives_up_cache(model: PreTrainedModel) -> bool:
             _checkpoints_by_mode(type(module).forward)
             or (isinstance(module, GradientCheckpointingLayer) and _layers_go_by_mode())
         )
-        for module in model.modules()
+        for module in modules
     )
 
 
@@ -139,12 +158,12 @@ CAPTURE_MARK = "_output_capturing_hooks_installed"
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether `forward` can be told to compute the logits of the last positions only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+    return "logits_to_keep" in forward_parameters(model)
 
 
 def reads_encoder(model: PreTrainedModel) -> bool:
     """Whether a model's decoder attends to an encoder's states: an encoder-decoder, or Whisper's decoder alone."""
-    return bool(model.config.is_encoder_decoder) or "encoder_outputs" in inspect.signature(model.forward).parameters
+    return bool(model.config.is_encoder_decoder) or "encoder_outputs" in forward_parameters(model)
 
 
 def decoder_config(model: PreTrainedModel) -> PretrainedConfig:

@@ -11,21 +11,19 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from hf_dsde import compat
 from hf_dsde.execution.cross_runner import CrossRunner, RecordedCrossRunner
 from hf_dsde.execution.cuda_graphs import Capture, CudaCapture
 from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.encoder_states import EncoderStates
-from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.fused_head import fused_decoder
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.model_runner import ModelRunner
+from hf_dsde.execution.obstacles import obstacles
 from hf_dsde.execution.options import RuntimeOptions
-from hf_dsde.execution.training_mode import acts_in_training
+from hf_dsde.execution.recording_key import recording_key
 from hf_dsde.execution.workspaces import workspace_key, workspaces
 from hf_dsde.execution.wrappers import innermost
 from hf_dsde.kernels.dispatch import ops_for
-from hf_dsde.utils.modules import has_attribute, named_modules, parameter_devices
 
 KEPT_FAILURES = 4
 """States of a model in which recording failed that are remembered."""
@@ -84,14 +82,16 @@ def create_runner(
             "CUDA device, or use SpeculationConfig(runner=None), which chooses what the device can do."
         )
         raise ValueError(msg)
-    fused = options.fused_layers and why_not_fused(model) is None
-    reason = why_not_recorded(model)
+    own_key = recording_key(model)
+    in_the_way = obstacles(model, own_key)
+    fused = options.fused_layers and in_the_way.fusing is None
+    reason = in_the_way.recording
     if reason is None:
-        key = workspace_key(model, rows, options, fused)
+        key = workspace_key(own_key, rows, options, fused)
         state = None if key is None else key[1:]
         if fused and _failure(model, state) is not None:  # then its own forward pass may be recorded
             fused = False
-            key = workspace_key(model, rows, options, fused)
+            key = workspace_key(own_key, rows, options, fused)
             state = None if key is None else key[1:]
         reason = _failure(model, state)
         if model.training and key is None:
@@ -147,39 +147,6 @@ def can_record(device: torch.device) -> bool:
 def capture_on(device: torch.device) -> Capture:
     """Return what records passes on a device."""
     return CudaCapture(device)
-
-
-def why_not_recorded(model: PreTrainedModel) -> str | None:
-    """Say what keeps this model's passes from being recorded, None if nothing known does."""
-    devices, modules = parameter_devices(model), named_modules(model)
-    if len(devices) > 1:
-        return f"its layers are on several devices ({', '.join(sorted(map(str, devices)))})"
-    acting = acts_in_training(model)
-    if acting is not None:
-        return f"it is in training mode, in which {acting} changes what it computes; call model.eval()"
-    hooked = [name for name, module in modules if _has_hooks(module)]
-    if hooked:
-        return f"hooks run in its forward pass, the first in {hooked[0] or 'the model itself'!r}"
-    waiting = [name for name, module in modules if _looks_for_outliers(module)]
-    if waiting:
-        return (
-            f"{waiting[0]!r} looks for outliers in every pass, which waits for the device; load the model with "
-            "BitsAndBytesConfig(llm_int8_threshold=0.0) to do without"
-        )
-    return None
-
-
-def _looks_for_outliers(module: torch.nn.Module) -> bool:
-    """Whether a module is bitsandbytes' of 8 bits, which computes columns with large numbers apart."""
-    if not type(module).__module__.startswith("bitsandbytes."):
-        return False
-    threshold: float = getattr(getattr(module, "state", None), "threshold", 0.0)
-    return threshold > 0
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return has_attribute(module, "_hf_hook") or not all(map(compat.leaves_arithmetic_alone, hooks))
 
 
 def _failure(model: PreTrainedModel, state: Hashable) -> str | None:

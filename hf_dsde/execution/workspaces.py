@@ -23,7 +23,7 @@ from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.recorded_chain import ChainStep
-from hf_dsde.execution.recording_key import Key, RecordingKey, recording_key
+from hf_dsde.execution.recording_key import Key, RecordingKey
 from hf_dsde.execution.token_choice import TokenChoice
 from hf_dsde.execution.torch_modes import lasting
 from hf_dsde.kernels.block import Block
@@ -214,14 +214,13 @@ class Workspaces:
 workspaces = Workspaces()
 
 
-def workspace_key(model: PreTrainedModel, rows: int, options: RuntimeOptions, fused: bool) -> WorkspaceKey | None:
+def workspace_key(key: RecordingKey | None, rows: int, options: RuntimeOptions, fused: bool) -> WorkspaceKey | None:
     """Return what has to be equal for a workspace to be used again; None when nothing could tell.
 
     Args:
-        model: As it is now.
+        key: The model's `recording_key`.
         rows: Rows of the cache.
         options: How passes are run.
         fused: Whether `FusedDecoder` runs them.
     """
-    key: RecordingKey | None = recording_key(model)
     return None if key is None else WorkspaceKey(rows, fused, (options.view_bucket, options.packed_attention), *key)

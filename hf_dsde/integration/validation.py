@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from hf_dsde.integration import drafters, encoders, images, vocabularies
 from hf_dsde.integration.heads import check_head, is_head
 from hf_dsde.integration.refusal import PLAIN
 from hf_dsde.integration.refusal import refuse as _refuse
+from hf_dsde.utils.modules import modules_of
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
@@ -223,7 +223,7 @@ def _check_model(argument: str, model: PreTrainedModel, packed_attention: bool) 
 
 def _check_passes(name: str, model: PreTrainedModel) -> None:
     """Refuse models whose passes take other inputs than tokens at positions, or keep no cache."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = compat.forward_parameters(model)
     if not any(cache in parameters for cache in compat.CACHE_ARGUMENTS):
         _refuse(
             name, f"its forward takes none of {compat.CACHE_ARGUMENTS}, and drafts need a key-value cache. " + PLAIN
@@ -244,7 +244,7 @@ def _check_passes(name: str, model: PreTrainedModel) -> None:
     hook = wrappers.foreign_hook(model)
     if hook is not None:
         _refuse(f"{name} with the hook {hook}", "it counts on the passes of plain decoding. " + PLAIN)
-    if compat.gives_up_cache(model):
+    if compat.gives_up_cache(modules_of(model)):
         _refuse(
             f"{name} in training mode with gradient checkpointing",
             "its forward drops the key-value cache then, which verification needs. Call eval(), or "

@@ -18,12 +18,13 @@ from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
-from hf_dsde.execution import create_runner as runners
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import CAPACITY_STEP, MIN_REACH, GraphRunner
+from hf_dsde.execution.obstacles import why_not_recorded
 from hf_dsde.execution.options import RuntimeOptions
+from hf_dsde.execution.recording_key import recording_key
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.execution.workspaces import Workspaces, workspace_key, workspaces
 from hf_dsde.integration import generation
@@ -312,7 +313,7 @@ def test_modules_from_elsewhere_are_recorded_again_in_each_call() -> None:
 
     target, draft = fresh_pair()
     adapter = target.model.layers[0].mlp.down_proj = Adapter(target.model.layers[0].mlp.down_proj)
-    assert workspace_key(target, 5, RuntimeOptions(), fused=True) is None
+    assert workspace_key(recording_key(target), 5, RuntimeOptions(), fused=True) is None
     for adapter.on in (False, True, False):
         assert torch.equal(generate(target, draft), plain(target))
 
@@ -323,8 +324,8 @@ def test_modules_from_elsewhere_are_recorded_again_in_each_call() -> None:
 def test_what_a_recording_depends_on_is_in_its_key(change: dict[str, Any]) -> None:
     model = tiny_model()
     rows, fused = change.pop("rows", 5), change.pop("fused", True)
-    assert workspace_key(model, rows, RuntimeOptions(**change), fused) != workspace_key(
-        model, 5, RuntimeOptions(), fused=True
+    assert workspace_key(recording_key(model), rows, RuntimeOptions(**change), fused) != workspace_key(
+        recording_key(model), 5, RuntimeOptions(), fused=True
     )
 
 
@@ -400,7 +401,7 @@ class TestChoice:
     def test_layers_on_several_devices_are_run_eagerly(self) -> None:
         model = copy.deepcopy(tiny_model())
         model.model.layers[1].to("meta")
-        assert "several devices (cpu, meta)" in str(runners.why_not_recorded(model))
+        assert "several devices (cpu, meta)" in str(why_not_recorded(model))
 
     def test_eager_by_name_warns_of_nothing(self) -> None:
         model = tiny_model().train()
