@@ -297,8 +297,8 @@ class StatisticsRecorder(RoundRecorder):
             acceptance=self.acceptance,
             rows=tuple(RowCounts(*counts) for counts in settled.sum(axis=0).tolist()),
             rounds=tuple(
-                count_round(entry, _total(counts), _total(counts[_rows_of(entry)]), self.rows)
-                for entry, counts in zip(self._rounds, settled, strict=True)
+                count_round(entry, RowCounts(*counts), RowCounts(*texts), self.rows)
+                for entry, counts, texts in zip(self._rounds, *_totals(self._rounds, settled), strict=True)
             ),
             drafted_by_position=blocks_beyond(settled[..., _DRAFTED]),
             accepted_by_position=blocks_beyond(settled[..., _ACCEPTED], int(settled[..., _DRAFTED].max(initial=0))),
@@ -310,13 +310,11 @@ class StatisticsRecorder(RoundRecorder):
         )
 
 
-def _total(counts: NDArray[np.int64]) -> RowCounts:
-    return RowCounts(*counts.sum(axis=0).tolist())
-
-
-def _rows_of(entry: RoundRecord) -> list[int]:
-    """Rows that drafted out of texts."""
-    return [row for row, copied in enumerate(entry.out_of_texts) if copied]
+def _totals(rounds: Sequence[RoundRecord], settled: NDArray[np.int64]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the sums of every round over all rows, and over those that drafted out of texts."""
+    nobody = [False] * settled.shape[1]
+    copied = np.array([entry.out_of_texts or nobody for entry in rounds], dtype=bool).reshape(settled.shape[:2])
+    return settled.sum(axis=1).tolist(), (settled * copied[..., None]).sum(axis=1).tolist()
 
 
 _DRAFTED, _ACCEPTED = (list(RowCounts.__dataclass_fields__).index(name) for name in ("drafted", "accepted"))
