@@ -85,12 +85,11 @@ def files_text(results: Results) -> str:
     text = ["Versions: " + "; ".join(", ".join(one) for one in sorted(versions)) + "."]
     if copies:
         low, high = min(copies) / 1e12, max(copies) / 1e12
-        text.append(f"A copy on the device ran at {low:.2f} to {high:.2f} TB/s when the files were made.")
-    text.append("Each file has its command, time and provenance.")
+        text.append(f"A copy on the device ran at {low:.2f} to {high:.2f} TB/s.")
     if stale:
         named = "; ".join(f"{old} for {listed(sorted(set(new)))}" for old, new in sorted(stale.items()))
-        text.append(f"Some code was committed after it was measured: provenances name {named}; the file's name counts.")
-    silent = [code(name) for name, found in stated.items() if not found]
+        text.append(f"Where code was committed later, provenances name {named}; names of files count.")
+    silent = [code(name.removesuffix(".json")) for name, found in stated.items() if not found]
     if silent:
         text.append(f"Without a provenance are {listed(silent)}.")
     return " ".join(text)

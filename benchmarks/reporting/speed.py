@@ -17,7 +17,7 @@ ROWS = (1, 8, 32, 64)
 TRANSFORMERS = ("one_row_lengths_8B_b5af769.json", "lengths_8B_c605079.json", "greedy_12efad1.json")
 """Files in which transformers' own modes were timed, whose speed depends on the host: the fastest is shown."""
 GENERATE, COMPILED = "generate", "generate_static"
-VLLM, VLLM_HEAD = "vllm_8B.json", ("vllm_head_8B.json", "vllm_head_8B_later.json")
+VLLM, VLLM_HEAD = "vllm_8B.json", ("vllm_head_8B.json", "vllm_head_8B_later.json", "vllm_head_8B_again.json")
 VLLM_JOB, GENERATE_BATCH = "vllm_job_8B.json", "generate_batch_8B.json"
 SOURCE = "file with its commit, repeats"
 
