@@ -25,6 +25,7 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 _parameters: WeakKeyDictionary[FunctionType, frozenset[str]] = WeakKeyDictionary()
+"""Names of what forward passes take, by function."""
 
 
 def forward_parameters(model: nn.Module) -> frozenset[str]:

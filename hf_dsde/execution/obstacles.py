@@ -1,6 +1,6 @@
 """What keeps a model's passes from being fused or recorded, found out once for each state of the model.
 
-Every call asks, and looking at what each module is takes longer than a few rounds of a small batch.
+Every call asks, and looking at what each module is takes longer than a round of a small batch.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def total_count(spans: Sequence[Span]) -> int:
 
 def flat_places(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     """Return row and position of every token of the spans, each `[total_count(spans)]`, int64, on the CPU."""
-    # numpy repeats in this thread. torch wakes its threads for a handful of rows, which takes milliseconds on hosts.
+    # numpy repeats in this thread; torch wakes others for a handful of rows, which can take milliseconds.
     entries = np.array([(span.row, span.start, span.count) for span in spans], dtype=np.int64).reshape(-1, 3)
     rows, starts, counts = entries.T
     shifts = starts - (counts.cumsum() - counts)
