@@ -34,8 +34,8 @@ def result_view(result: DemoResult) -> RenderableType:
     if result.options.device.type == "cpu":
         parts.append(
             Text(
-                "A CPU's time grows with the tokens in a pass, so checking drafted tokens is not nearly free here, as "
-                "it is on a GPU whose passes wait for memory: gains are smaller, and can be losses.",
+                "A CPU's time grows with the tokens in a pass. A GPU's passes wait for memory, so that checking drafted "
+                "tokens is nearly free there, and gains are larger.",
                 style="dim",
             )
         )
