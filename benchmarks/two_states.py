@@ -38,7 +38,7 @@ SERVE = "serve"
 METHODS = ("static:0", "static:2", "goodput", "dsde")
 SINGLE_PROMPTS = 6
 """Prompts that one row is timed over."""
-console = Console()
+console = Console(width=120)
 
 
 def serve(pair_name: str, device: str, prompts: str) -> None:
