@@ -34,8 +34,8 @@ def result_view(result: DemoResult) -> RenderableType:
     if result.options.device.type == "cpu":
         parts.append(
             Text(
-                "A CPU's time grows with the tokens in a pass. A GPU's passes wait for memory, so that checking drafted "
-                "tokens is nearly free there, and gains are larger.",
+                "A CPU's time grows with the tokens in a pass. A GPU's passes wait for memory, so that checking drafts "
+                "is nearly free there, and gains are larger.",
                 style="dim",
             )
         )
