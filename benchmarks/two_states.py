@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -27,10 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_dsde
+from hf_dsde.bench.measure import measure_call
 from hf_dsde.bench.methods import PolicyMethod, Request, parse_policy
 from hf_dsde.bench.pairs import load_named_pair
 from hf_dsde.bench.provenance import collect
 from hf_dsde.bench.workloads import Workload, read_prompt_file
+from hf_dsde.measurement.provenance import commit
 from hf_dsde.pairs import encode
 
 SERVE = "serve"
@@ -47,32 +48,21 @@ def serve(pair_name: str, device: str, prompts: str) -> None:
     hf_dsde.enable(pair.target)
     workload = Workload("mix", read_prompt_file(Path(prompts)))
     methods: dict[tuple[int, str], PolicyMethod] = {}  # each knows what passes cost from its own calls only
-    _say({"package": str(Path(hf_dsde.__file__).parent)})
+    _say({"package": str(Path(hf_dsde.__file__).parent), "commit": commit()})
     for line in sys.stdin:
         asked = json.loads(line)
         rows, text = asked["rows"], asked["method"]
         method = methods.setdefault((rows, text), parse_policy(text))
         indices = range(SINGLE_PROMPTS if rows == 1 else 1)
         batches = [encode(pair.tokenizer, workload.batch(rows, index)).to(device) for index in indices]
-        seconds, rounds = 0.0, 0
-        for batch in batches:
-            _wait_for(device)
-            begun = time.perf_counter()
-            answer = method(pair, batch, Request(asked["new_tokens"]))
-            _wait_for(device)
-            seconds += time.perf_counter() - begun
-            rounds += len(answer.own.rounds) if answer.own else 0
-        _say({"seconds": seconds, "rounds": rounds})
+        calls = [measure_call(method, pair, batch, Request(asked["new_tokens"]), seed=0) for batch in batches]
+        rounds = sum(len(call.answer.own.rounds) for call in calls if call.answer.own)
+        _say({"seconds": sum(call.seconds for call in calls), "rounds": rounds})
 
 
 def _say(answer: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
-
-
-def _wait_for(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 class State:
@@ -94,15 +84,18 @@ class State:
         )
         self._folder = folder
 
-    def wait(self) -> None:
-        """Wait until it is loaded.
+    def wait(self) -> str | None:
+        """Wait until it is loaded; return its commit, as provenances have it.
 
         Raises:
             ValueError: If it has loaded another package than that of its folder.
         """
-        found = Path(self._answer()["package"]).parent
+        answer = self._answer()
+        found = Path(answer["package"]).parent
         if found != self._folder.resolve():
             raise ValueError(f"{self._folder} holds no `hf_dsde`: its process has imported the one of {found}.")
+        own: str | None = answer["commit"]
+        return own
 
     def call(self, rows: int, method: str, new_tokens: int) -> dict[str, Any]:
         """Return seconds and rounds of a call."""
@@ -164,15 +157,14 @@ def main(
     folders = {"before": before, "after": Path(hf_dsde.__file__).parents[1]}
     states = {name: State(folder, pair, device, str(prompts)) for name, folder in folders.items()}
     try:
-        for state in states.values():
-            state.wait()
+        commits = {name: state.wait() for name, state in states.items()}
         cells = compare(states, rows, method, new_tokens, warmups, repeats)
     finally:
         for state in states.values():
             state.close()
     content = {
         "provenance": collect(device, torch.bfloat16 if device == "cuda" else torch.float32),
-        "settings": {"pair": pair, "before": str(before), "new_tokens": new_tokens, "warmups": warmups},
+        "settings": {"pair": pair, "commits": commits, "new_tokens": new_tokens, "warmups": warmups},
         "cells": cells,
     }
     output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ import pytest
 from tiny_pair import tiny_pair
 
 import hf_dsde
+from hf_dsde.measurement.provenance import commit
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "two_states.py"
 
@@ -58,7 +59,7 @@ def test_a_process_answers_by_seconds_and_rounds(
     serve.__globals__["load_named_pair"] = lambda *_: tiny_pair()
     serve("8B/eagle3", "cpu", str(prompts))
     package, single, batch = map(json.loads, capsys.readouterr().out.splitlines())
-    assert package == {"package": str(Path(hf_dsde.__file__).parent)}
+    assert package == {"package": str(Path(hf_dsde.__file__).parent), "commit": commit()}
     assert single["rounds"] == 5 * benchmark["SINGLE_PROMPTS"]
     assert batch["rounds"] == 5
     assert min(single["seconds"], batch["seconds"]) > 0

@@ -68,15 +68,8 @@ def test_a_model_that_nothing_can_tell_is_looked_at_every_time(looks: list[PreTr
 
 
 @contextmanager
-def hook(model: Any, where: str) -> Iterator[None]:
-    handle = model.get_submodule(where).register_forward_hook(lambda *_: None)
-    yield
-    handle.remove()
-
-
-@contextmanager
-def pre_hook(model: Any, where: str) -> Iterator[None]:
-    handle = model.get_submodule(where).register_forward_pre_hook(lambda *_: None)
+def hook(model: Any, where: str, register: str = "register_forward_hook") -> Iterator[None]:
+    handle = getattr(model.get_submodule(where), register)(lambda *_: None)
     yield
     handle.remove()
 
@@ -92,8 +85,10 @@ def accelerate_hook(model: Any, where: str) -> Iterator[None]:
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
-    yield
-    setattr(owner, name, before)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)  # classes outlive the test
 
 
 @contextmanager
@@ -123,7 +118,7 @@ def other_norm(model: Any) -> Iterator[None]:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook": lambda model: hook(model, "model.layers.1.mlp"),
     "hook on a linear map": lambda model: hook(model, "model.layers.0.self_attn.q_proj"),
-    "pre-hook": lambda model: pre_hook(model, ""),
+    "pre-hook": lambda model: hook(model, "", "register_forward_pre_hook"),
     "accelerate": lambda model: accelerate_hook(model, "model.layers.0"),
     "class forward": lambda _: attribute(modeling_qwen3.Qwen3MLP, "forward", lambda self, x: x),
     "activation": lambda model: attribute(model.model.layers[0].mlp, "act_fn", nn.GELU()),
