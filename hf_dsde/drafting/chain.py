@@ -234,10 +234,15 @@ class ChainDrafter(CachedModel):
             self._steps = max(foreseen - 1, 0)
         return StagedStep(partial(self._feed_staged, width, going_on, longest), beside=self._runner.replays)
 
+    def sit_out(self) -> None:
+        """Draft nothing in this round."""
+        self._prepared = None
+
     def _widest_gap(self) -> int:
         """Return how many tokens the next proposal may have to feed first."""
         # Rows that somebody else has drafted for may miss as much, and are left out where that is too much.
-        return max(self._staged_width(), min(self.others_width + 1, self._tuning.long_gap))
+        gap = self.others_width + 1
+        return max(self._staged_width(), gap if self._fits_first_pass(gap) else min(gap, self._tuning.long_gap))
 
     def _feed_staged(self, width: int, going_on: Tensor, longest: int) -> Tensor | None:
         """Run the first pass, and the steps foreseen, or else as many as the last round had: it rarely needs fewer."""

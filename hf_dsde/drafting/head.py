@@ -35,8 +35,11 @@ from hf_dsde.execution.spans import Span, flat_places
 from hf_dsde.heads.head import DraftHead
 from hf_dsde.utils.transfers import upload
 
-RECORDED_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 32, 64)
+RECORDED_WIDTHS = (1, 2, 4, 6, 8, 16, 32, 64)
 """A head is fed one pair per row, and after a proposal as many as the target has verified."""
+CHEAPER_TOKENS = 16
+"""Tokens of a head's first pass that take as long as one of a draft model's: a head has few layers, and of all tokens
+but the last one of a row, the last layer computes keys and values alone."""
 SMALLEST_RING = 64
 """Positions whose states are kept, at least."""
 PROJECTED_AT_ONCE = 4096
@@ -130,6 +133,18 @@ class HeadDrafter(ChainDrafter):
         self._proposed = candidates.width
         return candidates
 
+    def sit_out(self) -> None:
+        """Draft nothing in this round, and go on reading, beside what the host does.
+
+        A pass of a head takes less time than storing what it would miss, and running a pass of its own over the rest.
+        """
+        lengths, prepared = self._texts.length_counts, self._prepared
+        read = 0 if prepared is None else prepared.width
+        pairs = zip(lengths, self._cached, strict=True)
+        self._caught_up = [length if length - cached <= read else None for length, cached in pairs]
+        self._choice = self._prepared = None  # no chain begins
+        self._proposed = 0
+
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self, sequences: SequenceBatch, scores: Tensor, num_matches: Sequence[int], drafted: Sequence[int]
     ) -> None:
@@ -154,9 +169,9 @@ class HeadDrafter(ChainDrafter):
         return length
 
     def _fits_first_pass(self, width: int) -> bool:
-        """As far as proposals reach, and in small batches: there, a further pass costs more than padding."""
+        """As far as proposals reach, and where a further pass costs more than padding."""
         tokens = len(self._runner.live_rows) * self._runner.padded_width(width)
-        return width <= self._staged_width() or tokens <= self._tuning.wide_pass_tokens
+        return width <= self._staged_width() or tokens <= CHEAPER_TOKENS * self._tuning.wide_pass_tokens
 
     def _staged_width(self) -> int:
         return self._proposed + 1

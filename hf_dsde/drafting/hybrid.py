@@ -104,6 +104,7 @@ class HybridDrafter(Drafter):
             return self.model.get_candidates(sequences, plan, monitor)
         texts = CandidateBatch.of_lists([draft.tokens for draft in self._drafted], sequences.device, steps=0)
         if not any(counts):
+            self.model.sit_out()
             nothing = CandidateBatch.nothing(plan.lengths, self.call.vocabulary_size, monitor.signals)
             return replace(texts, judged=nothing, unjudged=copied)
         union = _Union(texts)

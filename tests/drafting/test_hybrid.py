@@ -265,6 +265,40 @@ def test_a_pass_that_was_begun_is_used_where_texts_drafted_little(kind: str, mon
     assert used == [False] + [True] * (len(used) - 1)
 
 
+def test_a_head_goes_on_reading_while_it_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it drafts again, it takes the pass that was begun, however long the texts' drafts were."""
+    monkeypatch.setattr(run_ahead, "overlaps", lambda device: True)
+    choices = itertools.count()
+
+    def choose(model: Sequence[Offer], texts: Sequence[Offer], *prices: Any) -> Choice:
+        copying = next(choices) % 4 < 2
+        return Choice(frozenset(row for row, text in enumerate(texts) if copying and text.tokens), not copying)
+
+    monkeypatch.setattr(hybrids, "choose", choose)
+    target, _ = pair()
+    head, inputs = fitted_head(target), ragged_batch([5, 8, 6, 7])
+    used: list[bool] = []
+    missed: list[int] = []
+    original, store = HeadDrafter._catch_up, HeadDrafter._store_missing
+
+    def catch_up(self: HeadDrafter, *arguments: Any) -> Any:
+        begun = self._prepared
+        missed.append(max(self._texts.length_counts[row] - self._cached[row] for row in range(4)))
+        output = original(self, *arguments)
+        used.append(begun is not None and output.output is begun.output)
+        return output
+
+    stored: list[Sequence[int]] = []
+    monkeypatch.setattr(HeadDrafter, "_catch_up", catch_up)
+    monkeypatch.setattr(HeadDrafter, "_store_missing", lambda self, rows: stored.append(rows) or store(self, rows))
+    text = Knowing(*known(target, inputs, 90), longest=18)
+    compared(target, [text, head], inputs, hf_dsde.StaticPolicy(2), CHEAP, max_new_tokens=90)
+    assert len(used) > 4
+    assert max(missed) > cached_model.tuning_of(torch.device("cpu")).long_gap
+    assert all(used)
+    assert not any(stored)
+
+
 @pytest.mark.usefixtures("chosen_at_random")
 def test_the_pass_that_is_made_ready_is_over_the_drafts_of_both(
     rounds: list[CandidateBatch], monkeypatch: pytest.MonkeyPatch
