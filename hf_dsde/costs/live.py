@@ -19,6 +19,8 @@ RESUMED_RATE = 0.5
 """Weight of a new timing in what it takes to draft again: such rounds are few."""
 MAX_EXTRA_STEPS = 2.0
 """Upper bound, in plain steps, on a measured catch-up or overhead."""
+TEXTS_FORGETTING = 0.99
+"""What is left of the extra seconds of texts' drafts after a round without: held too dear, they would not be tried."""
 SHARED_RATE = 0.05
 """Weight of a new timing in the costs of all other widths: as contexts grow, widths that are not used cost more too."""
 LARGEST_RATIO = 1.25
@@ -120,7 +122,15 @@ class LiveCosts:
         return max(curve.seconds[0] - slope * (counts[0] - tokens), curve.seconds[0] / 2)
 
     def observe(
-        self, *, draft_steps: int, width: float, draft: float, verify: float, overhead: float, resumed: bool = False
+        self,
+        *,
+        draft_steps: int,
+        width: float,
+        draft: float,
+        verify: float,
+        overhead: float,
+        resumed: bool = False,
+        out_of_texts: bool = False,
     ) -> None:
         """Learn from a round.
 
@@ -132,15 +142,19 @@ class LiveCosts:
             verify: Seconds of the pass.
             overhead: Seconds of everything else.
             resumed: Whether rounds without drafts lie before this one, so that the draft had something to catch up on.
+            out_of_texts: Whether texts drafted beside a model.
         """
         if not self._refresh:
             return
         known = self._costs
-        drafting, resumption = known.draft, known.resumption
-        if draft_steps:
+        drafting, resumption, texts = known.draft, known.resumption, TEXTS_FORGETTING * known.texts
+        if out_of_texts:
+            extra = min(max(draft - known.draft_seconds(draft_steps), 0.0), MAX_EXTRA_STEPS * known.verify.at(1))
+            texts = known.texts + (OBSERVED_RATE if known.texts else 1.0) * (extra - known.texts)
+        elif draft_steps:
             drafting = self._drafting_after(draft_steps, draft, resumed)
             self._drafted = self._rows, drafting
-        if draft_steps and resumed:
+        if draft_steps and resumed and not out_of_texts:
             expected = drafting.at(draft_steps) if drafting else 0.0
             extra = min(max(draft - expected, 0.0), MAX_EXTRA_STEPS * known.verify.at(1))
             resumption += (RESUMED_RATE if resumption else 1.0) * (extra - resumption)
@@ -156,7 +170,7 @@ class LiveCosts:
         overhead = known.overhead + OBSERVED_RATE * (
             min(overhead, MAX_EXTRA_STEPS * known.verify.at(1)) - known.overhead
         )
-        self._costs = BatchCosts(drafting, curve, overhead, resumption)
+        self._costs = BatchCosts(drafting, curve, overhead, resumption, texts)
         if self._moved():
             self._announce()
 

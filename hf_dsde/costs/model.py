@@ -104,12 +104,15 @@ class BatchCosts:
         overhead: Extra seconds of a round, beyond both.
         resumption: Extra seconds of the first round with drafts after rounds without, in which the draft reads the
             tokens that it missed; 0 until it has been seen.
+        texts: Extra seconds of a round in which texts draft beside a model, without the looks at them: nothing of it is
+            made ready ahead. 0 until it has been seen.
     """
 
     draft: CostCurve | None
     verify: CostCurve
     overhead: float = 0.0
     resumption: float = 0.0
+    texts: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -123,6 +126,7 @@ class BatchCosts:
             object.__setattr__(self, "draft", CostCurve.line(step, step))
         check_number("overhead", self.overhead, 0.0)
         check_number("resumption", self.resumption, 0.0)
+        check_number("texts", self.texts, 0.0)
 
     def draft_seconds(self, steps: int) -> float:
         """Seconds of a round's draft steps; none take no time."""
@@ -178,6 +182,7 @@ class CostModel:
                 "verify": _points(costs.verify),
                 "overhead": costs.overhead,
                 "resumption": costs.resumption,
+                **({"texts": costs.texts} if costs.texts else {}),
             }
             for rows, costs in self.batches.items()
         }
@@ -196,6 +201,7 @@ class CostModel:
                     verify=_curve(costs["verify"]),
                     overhead=costs.get("overhead", 0.0),
                     resumption=costs.get("resumption", 0.0),
+                    texts=costs.get("texts", 0.0),
                 )
                 for rows, costs in values.items()
             }
@@ -233,6 +239,7 @@ def _between(low: BatchCosts, high: BatchCosts, share: float) -> BatchCosts:
         curve(low.verify, high.verify),
         mean(low.overhead, high.overhead),
         mean(low.resumption, high.resumption),
+        mean(low.texts, high.texts),
     )
 
 

@@ -86,6 +86,7 @@ class CostLearner(RoundListener):
                 verify=times.verify,
                 overhead=times.bookkeeping,
                 resumed=record.resumed,
+                out_of_texts=any(record.out_of_texts),
             )
 
 

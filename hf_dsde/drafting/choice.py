@@ -246,7 +246,7 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices, 
         T = draft(steps) + verify(sum(1 + n) / rows of the pass) + overhead
 
     seconds: the draft's steps are those of the longest draft of the model, the columns those of a packed pass; a padded
-    one has as many for every row as for the longest. Twice,
+    one has as many for every row as for the longest. A round with drafts out of texts takes `costs.texts` more. Twice,
     the texts' drafts are found that make `sum(1 + gain) / T` largest: with the model, which drafts for the other rows
     what is wanted of it, and without. The better one is chosen. Where no text's draft is worth its columns, the model
     does what the policy wants.
@@ -329,7 +329,7 @@ def with_texts(
     for count, (row, more_tokens, more_gain) in enumerate(further, start=1):
         tokens, gain = tokens + more_tokens, gain + more_gain
         longest = max(longest, texts[row].tokens)
-        time = prices.seconds(steps, tokens, longest)
+        time = prices.seconds(steps, tokens, longest) + prices.costs.texts
         if gain / time > best.rate:
             best, taken = Pace(gain / time, time), count
     return Taken(frozenset(row for row, _, _ in further[:taken]), best, without)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -101,6 +102,18 @@ def test_columns_have_a_price() -> None:
     assert choose(model, texts, costs(column=0.01)).texts == {0, 1}
     assert choose(model, texts, costs(column=0.4)).texts == {1}
     assert choose(model, texts, costs(column=5.0)).texts == set()
+
+
+def test_rounds_with_texts_have_a_price_of_their_own() -> None:
+    model, texts = [Offer(2, 1.0)] * 2, [Offer(3, 3.0), Offer()]
+    cheap = choose(model, texts, costs())
+    assert cheap.texts == {0}
+    dear = replace(costs(), texts=1.0)
+    assert choose(model, texts, dear) == Choice(frozenset(), True, 0.0, cheap.otherwise)
+    less = choose(model, texts, replace(costs(), texts=0.1))
+    assert less.texts == {0}
+    assert less.further == pytest.approx(cheap.further + 0.1)
+    assert less.saved == pytest.approx(cheap.saved - 0.1)
 
 
 def test_without_texts_the_policy_decides() -> None:

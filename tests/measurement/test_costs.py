@@ -231,6 +231,23 @@ def test_drafting_again_has_a_price_of_its_own() -> None:
     assert CostModel.from_dict(live.learnt.to_dict()) == live.learnt
 
 
+def test_rounds_in_which_texts_draft_have_a_price_of_their_own() -> None:
+    live = LiveCosts(CostModel.relative(0.1, [1.0, 1.1]), rows=1)
+    assert "texts" not in live.learnt.to_dict()["1"]
+    live.observe(draft_steps=2, width=2, draft=0.5, verify=1.1, overhead=0.0, out_of_texts=True)
+    assert live.current.draft == CostModel.relative(0.1, [1.0]).at(1).draft, "draft steps are not what took so long"
+    assert live.current.texts == pytest.approx(0.3)
+    assert CostModel.from_dict(live.learnt.to_dict()) == live.learnt
+    live.observe(draft_steps=0, width=2, draft=0.5, verify=1.1, overhead=0.0, out_of_texts=True)
+    assert live.current.texts == pytest.approx(0.9 * 0.3 + 0.1 * 0.5)
+    known = live.current.texts
+    live.observe(draft_steps=2, width=2, draft=0.1, verify=1.1, overhead=0.0, out_of_texts=True)
+    assert live.current.texts == pytest.approx(0.9 * known), "it is not below 0"
+    for _ in range(100):
+        live.observe(draft_steps=1, width=2, draft=0.1, verify=1.1, overhead=0.0)
+    assert live.current.texts == pytest.approx(0.9 * known * 0.99**100), "else nobody would try again"
+
+
 def test_costs_that_are_not_refreshed_stay() -> None:
     live = LiveCosts(two_batches(), rows=8, refresh=False)
     live.observe(draft_steps=3, width=4, draft=9.0, verify=9.0, overhead=9.0)
