@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dsde.decoding.draft_logits import DraftLogits
@@ -46,6 +47,7 @@ class CandidateBatch:
         tokens: `[rows, width]`, int64; anything beyond a row's length.
         lengths: Tokens that each row really drafted, `[rows]`, int64.
         host_lengths: The same on the host, if it knows them; else they are fetched where something depends on them.
+        host_tokens: `tokens` on the host, if it has chosen them.
         law: How the tokens came about.
         steps: Forward passes of the draft.
         logits: The draft's raw logits. None unless one of `LOGIT_SIGNALS` is required.
@@ -61,6 +63,7 @@ class CandidateBatch:
     lengths: Tensor
     law: Law = Deterministic()
     host_lengths: Sequence[int] | None = None
+    host_tokens: NDArray[np.int64] | None = None
     steps: int = 0
     logits: DraftLogits | None = None
     entropy: Tensor | None = None
@@ -103,7 +106,8 @@ class CandidateBatch:
             if lengths[row]:
                 table[row, 1 : 1 + len(draft)] = draft
         block = upload(torch.from_numpy(table), device)
-        return cls(block[:, 1:], block[:, 0], host_lengths=lengths, steps=width if steps is None else steps)
+        steps = width if steps is None else steps
+        return cls(block[:, 1:], block[:, 0], host_lengths=lengths, host_tokens=table[:, 1:], steps=steps)
 
     @classmethod
     def nothing(cls, lengths: Tensor, vocabulary_size: int, required: frozenset[Signal]) -> CandidateBatch:

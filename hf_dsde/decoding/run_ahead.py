@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dsde.decoding.candidates import CandidateBatch
@@ -149,9 +151,20 @@ class RunAhead:
         return max(self._sequences.length_counts) + width
 
     def _stage_candidates(self, candidates: CandidateBatch, plan: RoundPlan) -> Staged:
-        counts = torch.where(plan.active, candidates.lengths + 1, 0)
         known = None if candidates.host_lengths is None else plan.pass_counts(candidates.host_lengths)
-        return self._stage(candidates.tokens, counts, known, self._longest(candidates.width))
+        longest = self._longest(candidates.width)
+        if known is not None and candidates.host_tokens is not None:
+            return self._target.stage(self._host_block(candidates.host_tokens, known), known, longest)
+        counts = torch.where(plan.active, candidates.lengths + 1, 0)
+        return self._stage(candidates.tokens, counts, known, longest)
+
+    def _host_block(self, tokens: NDArray[np.int64], counts: list[int]) -> RowBlock:
+        """As in `_stage`, on the host: the device, which waits for it, gets the block in one transfer."""
+        last, position = self._sequences.host_tail()
+        column = np.arange(tokens.shape[1] + 1)
+        positions = np.where(column < np.array(counts)[:, None], position[:, None] + column, -1)
+        block = np.concatenate([last[:, None], tokens], axis=1)
+        return RowBlock(torch.from_numpy(block), torch.from_numpy(positions), counts=torch.tensor(counts))
 
     def _stage(self, tokens: Tensor, counts: Tensor, host_counts: list[int] | None, longest: int) -> Staged:
         """Put each row's last token and the first `counts - 1` of `tokens` into a block."""

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dsde.execution.prompt_inputs import PromptInputs
@@ -120,6 +121,12 @@ class SequenceBatch:
         # Asked of every row in every round; a view of numpy's is made in a fraction of the time.
         tokens: list[int] = self._host_view[row, begin:end].tolist()
         return tokens
+
+    def host_tail(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Each row's last token and its position, `[rows]` both, as of the last `synchronise`."""
+        lengths = np.array(self.length_counts)
+        last = self.prompt_width - np.array(self.prompt_lengths) + lengths - 1
+        return self._host_view[np.arange(self.rows), last], lengths - 1
 
     def row_tokens(self, row: int) -> Tensor:
         """The same on the device, `[1, length]`, int64."""

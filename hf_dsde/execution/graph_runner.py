@@ -146,7 +146,7 @@ class GraphRunner(EagerRunner):
         entry = self._entry(shape, longest) if self._recording and self.cache.is_allocated else None
         if entry is None:
             return super().stage(block, longest, keep)
-        entry.buffers.fill(block.map(self._of_live_rows))
+        entry.buffers.fill(block.on(self.device).map(self._of_live_rows))
         self._follow_rows(entry)
         live = self._live_index  # rows may leave before the block is run
 
@@ -201,7 +201,7 @@ class GraphRunner(EagerRunner):
         if entry is None:
             return super().stage(block, longest)
         assert entry.block is not None
-        packed, places = replace(block, size=shape[1]).map(lambda tensor: tensor.to(self.device)).packed()
+        packed, places = replace(block, size=shape[1]).packed_on(self.device)
         entry.block.copy_(packed)
 
         def run() -> PassOutput:

@@ -204,7 +204,7 @@ class ModelRunner(ABC):
         """Run a block eagerly, and padded."""
         columns = keep or block.width
         buffers = self._buffers_for(self.padded_width(block.width), block.is_tree)
-        self._fill(buffers, block.map(self._of_live_rows), longest)
+        self._fill(buffers, block.on(self.device).map(self._of_live_rows), longest)
         return self._shown(self._execute(buffers, columns, block.exit_layer), columns, self._live_index)
 
     def _shown(self, output: PassOutput, columns: int, live: Tensor | None, *, copied: bool = False) -> PassOutput:

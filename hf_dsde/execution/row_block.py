@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hf_dsde.kernels.block import Block
+from hf_dsde.utils.transfers import upload
 
 WIDEST_TREE = 64
 """Tokens of a row whose ancestors a mask of 64 bits can name."""
@@ -74,6 +75,30 @@ class RowBlock:
         slots, ancestors, states = (None if tensor is None else function(tensor) for tensor in optional)
         tokens, positions = function(self.tokens), function(self.positions)
         return RowBlock(tokens, positions, slots, ancestors, self.counts, self.size, states, self.exit_layer)
+
+    @property
+    def _is_host_chain(self) -> bool:
+        return self.tokens.device.type == "cpu" and not self.is_tree and self.states is None
+
+    def on(self, device: torch.device) -> RowBlock:
+        """Return the block on a device; a chain of the host's gets there in one transfer."""
+        if not self._is_host_chain:
+            return self.map(lambda tensor: tensor.to(device))
+        tokens, positions = upload(torch.stack([self.tokens, self.positions]), device)
+        return replace(self, tokens=tokens, positions=positions)
+
+    def packed_on(self, device: torch.device) -> tuple[Block, Tensor]:
+        """Return what `packed` does, on a device; a chain of the host's is packed there, and brought in one transfer.
+
+        To pack it on a device takes two dozen launches, one after another, which the target waits for.
+        """
+        if not self._is_host_chain:
+            return self.on(device).packed()
+        block, places = self.packed()
+        parts = [block.tokens, block.rows, block.positions, block.starts, block.counts, places.flatten()]
+        joined = upload(torch.cat([part.long() for part in parts]), device)
+        tokens, rows, positions, starts, counts, there = joined.split([len(part) for part in parts])
+        return Block(tokens, rows, positions, starts.int(), counts.int(), block.max_count), there.view(places.shape)
 
     def packed(self) -> tuple[Block, Tensor]:
         """Pack the block into its `size`, without asking the device for anything; `counts` have to be known.
