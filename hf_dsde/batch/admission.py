@@ -102,6 +102,7 @@ class Admission:
     Args:
         source: Requests, and rows that are none.
         scratch: Slots that a row needs beside its prompt and its new tokens.
+        at_hand: Whether nobody has to wait for the source, so that it may be asked for more than are wanted yet.
 
     Attributes:
         rejected: Rows that were none, to be taken away by whoever hands out results.
@@ -110,9 +111,10 @@ class Admission:
         exhausted: Whether the source has ended and nothing has come back.
     """
 
-    def __init__(self, source: Iterable[Request | RejectedRow], scratch: int) -> None:
+    def __init__(self, source: Iterable[Request | RejectedRow], scratch: int, *, at_hand: bool = False) -> None:
         self._source: Iterator[Request | RejectedRow] = iter(source)
         self._returned: deque[Request] = deque()
+        self._at_hand = at_hand
         self._ended = False
         self._scratch = scratch
         self.rejected: list[RejectedRow] = []
@@ -141,13 +143,20 @@ class Admission:
                 taken.append(request)
         return taken
 
+    def has_more(self, count: int) -> bool:
+        """Return whether so many requests are left; of a source that may have to be waited for, whether it may."""
+        while self._at_hand and len(self._returned) < count and (request := self._fetch()) is not None:
+            self._returned.append(request)
+        return len(self._returned) >= count or not (self._at_hand or self._ended)
+
     def give_back(self, requests: Sequence[Request]) -> None:
         """Put requests in front, in their order."""
         self._returned.extendleft(reversed(requests))
 
     def _next(self) -> Request | None:
-        if self._returned:
-            return self._returned.popleft()
+        return self._returned.popleft() if self._returned else self._fetch()
+
+    def _fetch(self) -> Request | None:
         for item in self._source:
             if isinstance(item, RejectedRow):
                 self.rejected.append(item)

@@ -45,6 +45,7 @@ class BatchEngine:
         batch_size: Rows of the batch. It is halved when memory runs out, and stays so.
         budget: Memory for the caches.
         refill: Whether a row that has finished begins the next text at once, or waits for the whole batch.
+        at_hand: Whether nobody has to wait for the requests.
         statistics: What was done so far.
     """
 
@@ -55,11 +56,12 @@ class BatchEngine:
     batch_size: int
     budget: CacheBudget
     refill: bool = True
+    at_hand: bool = False
     statistics: JobStatistics = field(default_factory=JobStatistics)
 
     def texts(self, source: Iterable[Request | RejectedRow]) -> Iterator[FinishedText | RejectedRow]:
         """Yield a finished text, or why there is none, for every row of the source, as they finish."""
-        admission = Admission(source, self.speculation.config.max_draft_length)
+        admission = Admission(source, self.speculation.config.max_draft_length, at_hand=self.at_hand)
         while True:
             admission.slots = self.budget.slots(self.batch_size)
             yield from self._batch(admission, admission.take(self.batch_size))

@@ -298,6 +298,7 @@ class BatchGenerator(Fingerprinted):
             self._batch_size,
             self._budget(),
             self._refill,
+            at_hand,
             self.statistics,
         )
         return self._results(engine, rows, min(ENCODED_TOGETHER, self._batch_size) if at_hand else 1), self.statistics

@@ -61,7 +61,7 @@ class SequenceBatch:
         generated_counts: The same on the host, as of the last `synchronise`.
         host_tokens: The text on the host, `[rows, columns]`, int64, in the columns of the device's. Known up to
             `prompt_width + generated_counts[row]`; anything after that.
-        refilled: Whether other texts took the places of those that ended last, so that none makes the others wait.
+        refilled: Whether so many texts are left for the places of those that end that none makes the others wait.
         limits: Tokens that each row may emit, `[rows]`, int64; `max_new_tokens` unless `replace_rows` said otherwise.
 
     Raises:

@@ -14,12 +14,15 @@ import torch
 
 from hf_dsde.execution.model_runner import ModelRunner
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.pass_shapes import packed_bucket
+from hf_dsde.execution.pass_shapes import PassSizes
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.utils.tuning import tuning_of
 
-LEAST_SAVING = 0.1
-"""Share of a padded pass that packing has to save: putting tokens into place and results back costs something."""
+
+def pass_sizes(runner: ModelRunner) -> PassSizes:
+    """Return how many tokens passes over the rows that are in now take in."""
+    free_tokens = tuning_of(runner.device).free_tokens
+    return PassSizes(len(runner.live_rows), runner.padded_width, runner.packs, free_tokens)
 
 
 class VerificationPass:
@@ -31,7 +34,6 @@ class VerificationPass:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._free_tokens = tuning_of(runner.device).free_tokens
 
     def recorded(self, width: int, longest: int) -> bool:
         """Whether blocks of this width are run by a padded pass that has been recorded, so that `stage` is cheap."""
@@ -51,16 +53,10 @@ class VerificationPass:
         """
         if self._may_pack(block.width):
             assert block.counts is not None
-            size = packed_bucket(sum(block.counts.tolist() if host_counts is None else host_counts))
-            if self._saves(size, block.width):
-                block = replace(block, size=max(size, self._free_tokens))
+            tokens = sum(block.counts.tolist() if host_counts is None else host_counts)
+            block = replace(block, size=pass_sizes(self._runner).packed(tokens, block.width))
         return self._runner.stage(block, longest)
 
     def _may_pack(self, width: int) -> bool:
         """Whether packing could save enough, whatever the rows' lengths."""
-        return self._runner.packs and self._saves(len(self._runner.live_rows), width)
-
-    def _saves(self, size: int, width: int) -> bool:
-        """Whether a packed pass of `size` tokens does with notably fewer than a padded one, beyond what is free."""
-        padded = len(self._runner.live_rows) * self._runner.padded_width(width)
-        return max(size, self._free_tokens) <= (1 - LEAST_SAVING) * padded
+        return pass_sizes(self._runner).packed(len(self._runner.live_rows), width) is not None

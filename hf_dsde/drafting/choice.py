@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hf_dsde.costs import BatchCosts
+from hf_dsde.execution.pass_shapes import PassSizes
 from hf_dsde.policies.goodput import ROW_PRIOR, ROW_TOKENS
 
 FIRST_ACCEPTANCE = 0.7
@@ -34,13 +35,11 @@ class RoundPrices(NamedTuple):
 
     Attributes:
         costs: Of the batch.
-        rows: Rows in the target's pass, those included that have finished and still keep their place.
-        padded: Whether all of them have as many columns as the longest one; else their tokens lie one after another.
+        sizes: Of the target's passes.
     """
 
     costs: BatchCosts
-    rows: int
-    padded: bool = False
+    sizes: PassSizes
 
     def seconds(self, draft_steps: int, tokens: int, longest: int) -> float:
         """Seconds of a round.
@@ -50,7 +49,7 @@ class RoundPrices(NamedTuple):
             tokens: Tokens of all rows in the target's pass.
             longest: Drafted tokens of the row that has most.
         """
-        columns = 1 + longest if self.padded else tokens / self.rows
+        columns = self.sizes.tokens(tokens, 1 + longest) / self.sizes.rows
         return self.costs.draft_seconds(draft_steps) + self.costs.verify.at(columns) + self.costs.overhead
 
 
@@ -245,8 +244,8 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices, 
 
         T = draft(steps) + verify(sum(1 + n) / rows of the pass) + overhead
 
-    seconds: the draft's steps are those of the longest draft of the model, the columns those of a packed pass; a padded
-    one has as many for every row as for the longest. A round with drafts out of texts takes `costs.texts` more. Twice,
+    seconds: the draft's steps are those of the longest draft of the model, the tokens those of the pass that is run,
+    padding included. A round with drafts out of texts takes `costs.texts` more. Twice,
     the texts' drafts are found that make `sum(1 + gain) / T` largest: with the model, which drafts for the other rows
     what is wanted of it, and without. The better one is chosen. Where no text's draft is worth its columns, the model
     does what the policy wants.
@@ -318,7 +317,7 @@ def with_texts(
         for row, (text, other) in enumerate(zip(texts, otherwise, strict=True))
         if text.gain > other.gain
     ]
-    if prices.padded:  # as long drafts as the longest have their columns anyway
+    if not prices.sizes.packs:  # as long drafts as the longest have their columns anyway
         further.sort(key=lambda entry: texts[entry[0]].tokens)
     else:
         further.sort(key=lambda entry: entry[2] / entry[1] if entry[1] > 0 else math.inf, reverse=True)

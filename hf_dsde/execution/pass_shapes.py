@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_dsde.execution.cuda_graphs import CapturedPasses
 
+LEAST_SAVING = 0.1
+"""Share of a padded pass that packing has to save: putting tokens into place and results back costs something."""
 SMALLEST_STEP = 8
 """Packed blocks hold a multiple of this many tokens."""
 STEPS_PER_DOUBLING = 16
@@ -32,6 +34,36 @@ def packed_bucket(tokens: int, steps: int = STEPS_PER_DOUBLING) -> int:
     """Return the smallest size of packed block that holds `tokens`, of `steps` sizes in each doubling."""
     step = max(SMALLEST_STEP, (1 << (max(tokens, 1).bit_length() - 1)) // steps)
     return -(-tokens // step) * step
+
+
+class PassSizes(NamedTuple):
+    """How many tokens the target's passes over a batch take in, padded to the longest row or packed.
+
+    Attributes:
+        rows: Rows in the pass, those included that have finished and still keep their place.
+        padded_width: Gives the columns that rows of some columns are run with.
+        packs: Whether a pass can be packed.
+        free_tokens: Tokens of the smallest packed pass.
+    """
+
+    rows: int
+    padded_width: Callable[[int], int]
+    packs: bool
+    free_tokens: int
+
+    def packed(self, tokens: int, width: int) -> int | None:
+        """Return the size of a packed pass; None where a padded one does with hardly more.
+
+        Args:
+            tokens: Of all rows.
+            width: Of the row that has most.
+        """
+        size = max(packed_bucket(tokens), self.free_tokens)
+        return size if self.packs and size <= (1 - LEAST_SAVING) * self.rows * self.padded_width(width) else None
+
+    def tokens(self, tokens: int, width: int) -> int:
+        """Return the tokens of the pass, padding included; arguments as for `packed`."""
+        return self.packed(tokens, width) or self.rows * self.padded_width(width)
 
 
 def roomy(shape: Shape) -> Shape:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
-from hf_dsde.batch.admission import Refilling
+from hf_dsde.batch.admission import Admission, Refilling
+from hf_dsde.batch.requests import RejectedRow, Request
 
 
 def job(rows: int, lengths: list[int], *, at_once: bool) -> tuple[int, int]:
@@ -60,3 +62,38 @@ def test_nobody_waits_when_all_rows_are_free() -> None:
     assert Refilling(100).is_due(100, 1)
     assert Refilling(1).is_due(1, 1)
     assert not Refilling(100).is_due(0, 0)
+
+
+def source(texts: int, taken: list[int]) -> Iterator[Request | RejectedRow]:
+    """Requests with a row that is none between the second and the third; says which were asked for."""
+    for index in range(texts):
+        taken.append(index)
+        if index == 2:
+            yield RejectedRow(99, "no text")
+        yield Request(index, [index], 4)
+
+
+def test_how_many_are_left_is_known_of_what_is_at_hand() -> None:
+    taken: list[int] = []
+    admission = Admission(source(6, taken), 0, at_hand=True)
+    assert [request.index for request in admission.take(1)] == [0]
+    assert admission.has_more(3)
+    assert taken == [0, 1, 2, 3], "no more than it takes to say so"
+    assert [row.index for row in admission.rejected] == [99]
+    assert admission.has_more(5)
+    assert not admission.has_more(6)
+    assert not admission.exhausted
+    assert [request.index for request in admission.take(9)] == [1, 2, 3, 4, 5]
+    assert admission.exhausted
+    assert not admission.has_more(1)
+
+
+def test_nobody_waits_to_know_how_many_are_left() -> None:
+    taken: list[int] = []
+    admission = Admission(source(2, taken), 0)
+    assert admission.take(1)
+    assert admission.has_more(100)
+    assert taken == [0]
+    assert len(admission.take(2)) == 1
+    assert not admission.has_more(1)
+    assert admission.exhausted

@@ -16,10 +16,10 @@ from tiny_policies import RandomLengths, ScriptedLengths
 
 import hf_dsde
 from hf_dsde.costs import CostModel, LiveCosts
-from hf_dsde.decoding.target_pass import LEAST_SAVING, VerificationPass
+from hf_dsde.decoding.target_pass import VerificationPass, pass_sizes
 from hf_dsde.execution.model_runner import WIDTH_BUCKETS, next_bucket
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.pass_shapes import MOST_PADDED, packed_bucket
+from hf_dsde.execution.pass_shapes import LEAST_SAVING, MOST_PADDED, packed_bucket
 from hf_dsde.execution.row_block import RowBlock
 from hf_dsde.measurement.statistics import SpeculationStatistics
 from hf_dsde.policies import Signal
@@ -91,12 +91,15 @@ class TestForm:
     ) -> None:
         runner = FakeRunner(len(counts))
         run(runner, counts, width=max(1, *counts), known=known)
+        foretold = pass_sizes(runner).tokens(sum(counts), max(1, *counts))
         columns = next(bucket for bucket in WIDTH_BUCKETS if bucket >= max(counts))
         padded, packed = len(counts) * columns, packed_bucket(sum(counts))
         if runner.calls[0][0] == "packed":
             assert padded > HOPPER.free_tokens
             assert packed < padded
+            assert runner.calls[0][1] == foretold
         else:
+            assert foretold == padded
             assert padded * (1 - LEAST_SAVING) < max(packed, HOPPER.free_tokens)
 
 

@@ -21,13 +21,21 @@ from hf_dsde.drafting.choice import (
     survival,
     worthwhile,
 )
+from hf_dsde.execution.pass_shapes import PassSizes
 
 
 def choose(
     model: list[Offer], texts: list[Offer], prices: BatchCosts, rows: int | None = None, padded: bool = False
 ) -> Choice:
     """Choose for passes that have the rows that go on, unless it is said how many there are."""
-    return choices.choose(model, texts, RoundPrices(prices, rows or len(model), padded))
+    return choices.choose(model, texts, RoundPrices(prices, TightSizes(rows or len(model), int, not padded, 0)))
+
+
+class TightSizes(PassSizes):
+    """Of passes that have no more tokens than they must, packed or padded to the longest row."""
+
+    def tokens(self, tokens: int, width: int) -> int:
+        return tokens if self.packs else self.rows * width
 
 
 def costs(draft: float = 0.1, column: float = 0.0, overhead: float = 0.0) -> BatchCosts:

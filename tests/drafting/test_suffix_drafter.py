@@ -39,8 +39,22 @@ def begun(drafter: Drafter, prompts: Texts, new_tokens: int = 20, **settings: An
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     sequences = SequenceBatch(ids, mask, max_new_tokens=new_tokens, scratch=9, pad_token=0)
     process, config = BlockProcessor(LogitsProcessorList()), hf_dsde.SpeculationConfig(**settings)
-    drafter.start(DraftCall(sequences, VOCABULARY, process, False, 99, None, config))
+    target: Any = PackingTarget(len(prompts))
+    drafter.start(DraftCall(sequences, VOCABULARY, process, False, 99, None, config, target))
     return sequences
+
+
+class PackingTarget:
+    """What is asked of a target's runner, which runs nothing here."""
+
+    packs = True
+    device = torch.device("cpu")
+
+    def __init__(self, rows: int) -> None:
+        self.live_rows = range(rows)
+
+    def padded_width(self, width: int) -> int:
+        return width
 
 
 def write(sequences: SequenceBatch, tokens: Sequence[Sequence[int]]) -> None:

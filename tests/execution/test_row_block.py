@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_dsde.execution import row_block
 from hf_dsde.execution.row_block import WIDEST_TREE, RowBlock
 from hf_dsde.kernels.block import Block
 
@@ -145,3 +146,39 @@ def test_nothing_depends_on_where_the_padding_points() -> None:
     assert torch.equal(first.tokens[:used], second.tokens[:used])
     for name in ("rows", "positions", "starts", "counts"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+@given(block=ragged_blocks())
+def test_what_the_host_holds_gets_to_a_device_in_one_transfer(block: RaggedBlock) -> None:
+    chain = RowBlock(block.tokens, block.positions, counts=torch.tensor(block.counts), size=block.size)
+    transfers: list[torch.Tensor] = []
+
+    def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        transfers.append(values)
+        return values.clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_block, "upload", upload)
+        there = chain.on(torch.device("cpu"))
+        packed, places = chain.packed_on(torch.device("cpu"))
+    assert len(transfers) == 2
+    assert there.tokens.equal(block.tokens)
+    assert there.positions.equal(block.positions)
+    expected, its_places = chain.packed()
+    assert places.equal(its_places)
+    assert packed.max_count == expected.max_count
+    for name in ("tokens", "rows", "positions", "starts", "counts", "slots"):
+        mine, its = getattr(packed, name), getattr(expected, name)
+        assert mine.dtype == its.dtype, name
+        assert mine.equal(its), name
+
+
+def test_trees_and_states_get_to_a_device_as_well() -> None:
+    block = torch.arange(6).view(2, 3)
+    tree = RowBlock(block, block, slots=block, ancestors=block, counts=torch.tensor([3, 3]), size=6)
+    states = RowBlock(block, block, counts=torch.tensor([3, 3]), size=6, states=torch.rand(2, 3, 4))
+    for each, names in ((tree, ("slots", "ancestors")), (states, ("states",))):
+        there, (packed, _) = each.on(torch.device("cpu")), each.packed_on(torch.device("cpu"))
+        for name in names:
+            assert getattr(there, name).equal(getattr(each, name))
+            assert getattr(packed, name).flatten().equal(getattr(each, name).flatten())

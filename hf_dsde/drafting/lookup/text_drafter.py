@@ -19,6 +19,7 @@ from hf_dsde.decoding.draft_monitor import DraftMonitor
 from hf_dsde.decoding.drafter import DraftCall, Drafter, StagedStep
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
+from hf_dsde.decoding.target_pass import pass_sizes
 from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, chosen, common_length, shortened, with_texts, worthwhile
 from hf_dsde.drafting.lookup.continuation import LONGEST_CLASS, NOTHING, Continuation, faded, match_class
 from hf_dsde.drafting.lookup.rests import RowRests
@@ -111,8 +112,6 @@ class TextDrafter(Drafter, Generic[Text]):
         self._texts: list[Text | None] = [None] * call.sequences.rows
         self._allotted: Sequence[Continuation] | None = None  # what the next round may propose, if that is known
         self._proposed: Sequence[Continuation] = ()  # what is being verified
-        self._pass_rows = call.sequences.rows  # rows in the target's pass, ...
-        self._padded = call.target is not None and not call.target.packs  # and whether each has the longest's columns
         self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
         self._stragglers = Stragglers(call.sequences.rows)
@@ -180,7 +179,7 @@ class TextDrafter(Drafter, Generic[Text]):
             offers[place] = Offer(len(each.tokens), trusts[match_class(each.match)] * each.score)
         longest = max((offers[place].tokens for place in found), default=0)
         seconds = [prices.seconds(0, rows * (1 + n), n) for n in range(longest + 1)]
-        if prices.padded:
+        if not prices.sizes.packs:
             most = max(common_length([offers[place] for place in found], seconds, rows), others_width)
             for place in found:
                 offers[place] = shortened(offers[place], most)
@@ -226,7 +225,8 @@ class TextDrafter(Drafter, Generic[Text]):
         """
         drafts = [NOTHING] * len(most)
         overtaken, self._found, self._looked, self._looking = bool(self._found), (), (), 0.0
-        prices = RoundPrices(costs, self._pass_rows, self._padded)
+        assert self.call.target is not None
+        prices = RoundPrices(costs, pass_sizes(self.call.target))
         if self._pause and not overtaken:
             self._pause -= 1
             return drafts, None
@@ -267,9 +267,9 @@ class TextDrafter(Drafter, Generic[Text]):
 
     def _column_price(self, prices: RoundPrices) -> float:
         """A further column of all rows, in plain rounds; 0 where passes are padded: other rows may need it anyway."""
-        if prices.padded:
+        if not prices.sizes.packs:
             return 0.0
-        plain, wider = (prices.seconds(0, prices.rows * width, width - 1) for width in (1, 2))
+        plain, wider = (prices.seconds(0, prices.sizes.rows * width, width - 1) for width in (1, 2))
         return wider / plain - 1
 
     def _least_worthwhile(self, column: float) -> int:
@@ -374,7 +374,6 @@ class TextDrafter(Drafter, Generic[Text]):
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forget the texts of rows that have finished."""
         kept = set(rows)
-        self._pass_rows = len(kept)
         self._texts = [text if row in kept else None for row, text in enumerate(self._texts)]
 
     def finish(self) -> None:
