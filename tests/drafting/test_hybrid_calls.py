@@ -63,12 +63,12 @@ def test_a_policy_is_shown_the_models_drafts_alone(
     torch.manual_seed(0)
     speculative(
         target,
-        [hf_dsde.SuffixDrafter(known(target, inputs, 40)), draft],
+        [hf_dsde.SuffixDrafter(known(target, inputs, 80)), draft],
         inputs,
         policy,
         CHEAP,
         speculation_listeners=[notes],
-        max_new_tokens=40,
+        max_new_tokens=80,
         do_sample=do_sample,
     )
     assert kinds(rounds) == ALL_KINDS
