@@ -68,7 +68,9 @@ def main(
     most_requests: Annotated[int, typer.Option(help="Requests of a job, at most.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 256,
     repeats: Annotated[int, typer.Option(help="Timed jobs of each method.")] = 2,
-    warmups: Annotated[int, typer.Option(help="Jobs of each method before; they record passes.")] = 1,
+    warmups: Annotated[
+        int, typer.Option(help="Jobs of each method before, at most: they end once nobody records passes any more.")
+    ] = 6,
     device: Annotated[str, typer.Option(help="Where both models run.")] = "cuda",
 ) -> None:
     """Measure, print and write."""
@@ -80,11 +82,13 @@ def main(
         for kind in task:
             texts = Workload(kind, known).batch(min(size * batches, most_requests))
             runs: dict[str, list[tuple[float, dict[str, Any]]]] = {each.name: [] for each in methods}
-            for turn in range(warmups + repeats):
+            for _ in range(warmups):
+                jobs = [run_job(models, each, texts, size, new_tokens) for each in methods]
+                if not any(statistics["recorded_passes"] for _, statistics in jobs):
+                    break
+            for _ in range(repeats):
                 for each in methods:
-                    found = run_job(models, each, texts, size, new_tokens)
-                    if turn >= warmups:
-                        runs[each.name].append(found)
+                    runs[each.name].append(run_job(models, each, texts, size, new_tokens))
             plain = [speed for speed, _ in runs[methods[0].name]]
             table = Table(
                 "method", "tokens/s", f"over {methods[0].name}", title=f"{kind}, {size} rows, {len(texts)} texts"

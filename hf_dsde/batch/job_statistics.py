@@ -37,6 +37,8 @@ class JobStatistics:
         draft_seconds: Seconds spent drafting.
         verify_seconds: Seconds spent in the target's passes and in judging their results.
         bookkeeping_seconds: Seconds of the rounds that were neither.
+        recorded_passes: Shapes of passes that were recorded during rounds, which made these longer: later jobs of
+            the same kind record fewer.
         batch_sizes: Rows of the batch, each time it was set up.
         acceptance: How drafted tokens are accepted: `exact`, or `lossy:` and the rule with its settings.
     """
@@ -55,6 +57,7 @@ class JobStatistics:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     bookkeeping_seconds: float = 0.0
+    recorded_passes: int = 0
     batch_sizes: list[int] = field(default_factory=list)
     acceptance: str = EXACT
 
@@ -159,6 +162,7 @@ class RowCounter(RoundRecorder):
         job.draft_seconds += record.times.draft
         job.verify_seconds += record.times.verify
         job.bookkeeping_seconds += record.times.bookkeeping
+        job.recorded_passes += record.recorded_passes
         self._sums += counts
         self._sums[2] -= np.maximum(counts[2] - counts[3], 0)  # accepted, but cut off by the end of the text
         self._recent.append(replace(record, outcome=None))

@@ -35,7 +35,7 @@ def test_texts_cost_what_their_rounds_add_up_to_also_when_they_ended_some_rounds
     row_rounds = 0
     for _ in range(60):
         counts = _round(numbers, list(active))
-        counter.on_round(round_record(**counts, draft_steps=2, times=TIMES))
+        counter.on_round(round_record(**counts, draft_steps=2, times=TIMES, recorded_passes=3))
         row_rounds += sum(active)
         for row in range(ROWS):
             if active[row]:
@@ -56,6 +56,7 @@ def test_texts_cost_what_their_rounds_add_up_to_also_when_they_ended_some_rounds
                 active[row] = True
     assert (job.rounds, job.row_rounds, job.idle_row_rounds) == (60, row_rounds, 60 * ROWS - row_rounds)
     assert (job.draft_steps, job.draft_seconds, job.verify_seconds) == (120, 30.0, 15.0)
+    assert job.recorded_passes == 180
 
 
 def test_rounds_are_kept_only_while_a_text_of_theirs_is_under_way():
