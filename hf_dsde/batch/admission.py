@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -143,11 +144,11 @@ class Admission:
                 taken.append(request)
         return taken
 
-    def has_more(self, count: int) -> bool:
-        """Return whether so many requests are left; of a source that may have to be waited for, whether it may."""
-        while self._at_hand and len(self._returned) < count and (request := self._fetch()) is not None:
+    def left(self, most: int) -> float:
+        """Return how many requests are left, up to `most`; any number where it would take waiting to know."""
+        while self._at_hand and len(self._returned) < most and (request := self._fetch()) is not None:
             self._returned.append(request)
-        return len(self._returned) >= count or not (self._at_hand or self._ended)
+        return len(self._returned) if self._at_hand or self._ended else math.inf
 
     def give_back(self, requests: Sequence[Request]) -> None:
         """Put requests in front, in their order."""

@@ -136,7 +136,7 @@ class RefillLoop(SpeculativeLoop):
     def _admit(self, free: Sequence[int]) -> bool:
         """Let free rows begin the next texts; return whether there were any."""
         requests = self._admission.take(len(free))
-        self._sequences.refilled = self._admission.has_more(self._sequences.rows)
+        self._sequences.texts_left = self._admission.left(self._sequences.rows)
         if not requests:
             return False
         started = time.perf_counter()

@@ -61,14 +61,14 @@ class SequenceBatch:
         generated_counts: The same on the host, as of the last `synchronise`.
         host_tokens: The text on the host, `[rows, columns]`, int64, in the columns of the device's. Known up to
             `prompt_width + generated_counts[row]`; anything after that.
-        refilled: Whether so many texts are left for the places of those that end that none makes the others wait.
+        texts_left: Texts that wait for the places of those that end, as of the last time that some took them.
         limits: Tokens that each row may emit, `[rows]`, int64; `max_new_tokens` unless `replace_rows` said otherwise.
 
     Raises:
         ValueError: If a prompt is empty or its padding is not all in front.
     """
 
-    refilled = False
+    texts_left: float = 0
 
     def __init__(
         self,

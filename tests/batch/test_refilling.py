@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 
@@ -77,23 +78,22 @@ def test_how_many_are_left_is_known_of_what_is_at_hand() -> None:
     taken: list[int] = []
     admission = Admission(source(6, taken), 0, at_hand=True)
     assert [request.index for request in admission.take(1)] == [0]
-    assert admission.has_more(3)
+    assert admission.left(3) == 3
     assert taken == [0, 1, 2, 3], "no more than it takes to say so"
     assert [row.index for row in admission.rejected] == [99]
-    assert admission.has_more(5)
-    assert not admission.has_more(6)
+    assert admission.left(9) == 5
     assert not admission.exhausted
     assert [request.index for request in admission.take(9)] == [1, 2, 3, 4, 5]
     assert admission.exhausted
-    assert not admission.has_more(1)
+    assert admission.left(1) == 0
 
 
 def test_nobody_waits_to_know_how_many_are_left() -> None:
     taken: list[int] = []
     admission = Admission(source(2, taken), 0)
     assert admission.take(1)
-    assert admission.has_more(100)
+    assert admission.left(100) == math.inf
     assert taken == [0]
     assert len(admission.take(2)) == 1
-    assert not admission.has_more(1)
+    assert admission.left(1) == 0
     assert admission.exhausted

@@ -22,6 +22,7 @@ from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.drafting.hybrid import HybridDrafter
+from hf_dsde.drafting.choice import Choice
 from hf_dsde.drafting.lookup import text_drafter
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.stragglers import AHEAD
@@ -224,10 +225,23 @@ def test_where_columns_are_dear_rows_that_are_ahead_wait(
     """Unless other texts take the places of those that end, or columns cost less than a quarter of a pass."""
     drafter = Scripted(monkeypatch, [(8, 8.0)] * 2)
     sequences = begun(drafter, [[3, 4]] * 2, new_tokens=90)
-    drafter._padded = False
-    sequences.refilled = refilled
+    sequences.texts_left = int(refilled)
     write(sequences, [[5] * (AHEAD + 2), [5]])
     drafter.allot([8, 8], [8, 8], prices(column))
+    assert drafter.looks == [looked]
+
+
+@pytest.mark.parametrize(
+    ("texts_left", "models_drafts", "looked"), [(0, 0, [1]), (1, 0, [0, 1]), (1, 4, [1]), (2, 4, [0, 1])]
+)
+def test_beside_a_model_rows_that_are_ahead_wait_unless_each_has_a_text_to_come(
+    texts_left: int, models_drafts: int, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = Scripted(monkeypatch, [(8, 8.0)] * 2)
+    sequences = begun(drafter, [[3, 4]] * 2, new_tokens=90)
+    sequences.texts_left = texts_left
+    write(sequences, [[5] * (AHEAD + 2), [5]])
+    drafter.look([8, 8], [8, 8], prices(0.3), lambda *_: Choice(frozenset(), True), models_drafts)
     assert drafter.looks == [looked]
 
 

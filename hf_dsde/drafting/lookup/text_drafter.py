@@ -233,7 +233,10 @@ class TextDrafter(Drafter, Generic[Text]):
         self._rests.next_look()
         column, sequences = self._column_price(prices), self.call.sequences
         going_on = [row for row, n in enumerate(most) if n]
-        counted = going_on if sequences.refilled else self._stragglers.among(going_on, sequences.generated_counts)
+        # While there are texts to take its place, no row that ends makes the others wait. But what rows that are ahead
+        # gain is lost on a job that ends with those behind, and these may have what a model drafts for them.
+        refilled = sequences.texts_left >= (sequences.rows if others_width else 1)
+        counted = going_on if refilled else self._stragglers.among(going_on, sequences.generated_counts)
         lookable = counted if column >= DEAR_COLUMN else going_on
         self._looked = [row for row in lookable if wanted[row] and self._rests.over(row)]
         if not self._looked:
@@ -249,8 +252,8 @@ class TextDrafter(Drafter, Generic[Text]):
         self.least_match = 1
         offers = self.offers([proposals[row] for row in going_on], prices, others_width)
         offered = {row for row, each in zip(going_on, offers, strict=True) if each.tokens}
-        choice = choose(offers, prices, sequences.refilled or 2 * len(offered.intersection(counted)) >= len(counted))
-        if not sequences.refilled:
+        choice = choose(offers, prices, refilled or 2 * len(offered.intersection(counted)) >= len(counted))
+        if not refilled:
             expected = {going_on[place]: offers[place].gain for place in choice.texts}
             choice = self._stragglers.judged(choice, counted, expected)
         self._found = [going_on[place] for place in choice.texts]
