@@ -21,8 +21,8 @@ from hf_dsde.decoding.cost_measurement import CostLearner
 from hf_dsde.decoding.drafter import Drafter
 from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
-from hf_dsde.drafting.hybrid import HybridDrafter
 from hf_dsde.drafting.choice import Choice
+from hf_dsde.drafting.hybrid import HybridDrafter
 from hf_dsde.drafting.lookup import text_drafter
 from hf_dsde.drafting.lookup.continuation import NOTHING, Continuation
 from hf_dsde.drafting.lookup.stragglers import AHEAD
