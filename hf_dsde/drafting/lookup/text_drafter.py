@@ -233,8 +233,8 @@ class TextDrafter(Drafter, Generic[Text]):
         self._rests.next_look()
         column, sequences = self._column_price(prices), self.call.sequences
         going_on = [row for row, n in enumerate(most) if n]
-        # While there are texts to take its place, no row that ends makes the others wait. But what rows that are ahead
-        # gain is lost on a job that ends with those behind, and these may have what a model drafts for them.
+        # Nobody waits for a row that ends late while texts are left to take the places of the others. Beside a model,
+        # which drafts for all rows anyway, these have to be a batch: with fewer, what rows that are ahead gain is lost.
         refilled = sequences.texts_left >= (sequences.rows if others_width else 1)
         counted = going_on if refilled else self._stragglers.among(going_on, sequences.generated_counts)
         lookable = counted if column >= DEAR_COLUMN else going_on
