@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dsde.decoding.draft_logits import DraftLogits
@@ -63,7 +62,7 @@ class CandidateBatch:
     lengths: Tensor
     law: Law = Deterministic()
     host_lengths: Sequence[int] | None = None
-    host_tokens: NDArray[np.int64] | None = None
+    host_tokens: Tensor | None = None
     steps: int = 0
     logits: DraftLogits | None = None
     entropy: Tensor | None = None
@@ -105,9 +104,9 @@ class CandidateBatch:
         for row, draft in enumerate(drafts):
             if lengths[row]:
                 table[row, 1 : 1 + len(draft)] = draft
-        block = upload(torch.from_numpy(table), device)
-        steps = width if steps is None else steps
-        return cls(block[:, 1:], block[:, 0], host_lengths=lengths, host_tokens=table[:, 1:], steps=steps)
+        on_host = torch.from_numpy(table)
+        block, steps = upload(on_host, device), width if steps is None else steps
+        return cls(block[:, 1:], block[:, 0], host_lengths=lengths, host_tokens=on_host[:, 1:], steps=steps)
 
     @classmethod
     def nothing(cls, lengths: Tensor, vocabulary_size: int, required: frozenset[Signal]) -> CandidateBatch:

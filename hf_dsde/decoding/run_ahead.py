@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dsde.decoding.candidates import CandidateBatch
@@ -154,22 +152,19 @@ class RunAhead:
         known = None if candidates.host_lengths is None else plan.pass_counts(candidates.host_lengths)
         longest = self._longest(candidates.width)
         if known is not None and candidates.host_tokens is not None:
-            return self._target.stage(self._host_block(candidates.host_tokens, known), known, longest)
+            # The device waits for the block: put together on the host, it gets there in one transfer.
+            block = _block(*self._sequences.host_tail(), candidates.host_tokens, torch.tensor(known))
+            return self._target.stage(block, known, longest)
         counts = torch.where(plan.active, candidates.lengths + 1, 0)
         return self._stage(candidates.tokens, counts, known, longest)
 
-    def _host_block(self, tokens: NDArray[np.int64], counts: list[int]) -> RowBlock:
-        """As in `_stage`, on the host: the device, which waits for it, gets the block in one transfer."""
-        last, position = self._sequences.host_tail()
-        column = np.arange(tokens.shape[1] + 1)
-        positions = np.where(column < np.array(counts)[:, None], position[:, None] + column, -1)
-        block = np.concatenate([last[:, None], tokens], axis=1)
-        return RowBlock(torch.from_numpy(block), torch.from_numpy(positions), counts=torch.tensor(counts))
-
     def _stage(self, tokens: Tensor, counts: Tensor, host_counts: list[int] | None, longest: int) -> Staged:
-        """Put each row's last token and the first `counts - 1` of `tokens` into a block."""
-        last, position = self._sequences.tail(1)
-        block = torch.cat([last, tokens], dim=1)
-        column = torch.arange(block.shape[1], device=block.device)
-        positions = (position + column).masked_fill(column >= counts[:, None], -1)
-        return self._target.stage(RowBlock(block, positions, counts=counts), host_counts, longest)
+        return self._target.stage(_block(*self._sequences.tail(1), tokens, counts), host_counts, longest)
+
+
+def _block(last: Tensor, position: Tensor, tokens: Tensor, counts: Tensor) -> RowBlock:
+    """Put each row's last token, which has that position, and the first `counts - 1` of `tokens` into a block."""
+    block = torch.cat([last, tokens], dim=1)
+    column = torch.arange(block.shape[1], device=block.device)
+    positions = (position + column).masked_fill(column >= counts[:, None], -1)
+    return RowBlock(block, positions, counts=counts)

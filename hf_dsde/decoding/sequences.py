@@ -18,7 +18,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dsde.execution.prompt_inputs import PromptInputs
@@ -122,11 +121,11 @@ class SequenceBatch:
         tokens: list[int] = self._host_view[row, begin:end].tolist()
         return tokens
 
-    def host_tail(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Each row's last token and its position, `[rows]` both, as of the last `synchronise`."""
-        lengths = np.array(self.length_counts)
-        last = self.prompt_width - np.array(self.prompt_lengths) + lengths - 1
-        return self._host_view[np.arange(self.rows), last], lengths - 1
+    def host_tail(self) -> tuple[Tensor, Tensor]:
+        """What `tail(1)` returns, on the host, as of the last `synchronise`."""
+        last = np.array(self.generated_counts) + self.prompt_width - 1
+        tokens, positions = self._host_view[np.arange(self.rows), last], np.array(self.length_counts) - 1
+        return torch.from_numpy(tokens)[:, None], torch.from_numpy(positions)[:, None]
 
     def row_tokens(self, row: int) -> Tensor:
         """The same on the device, `[1, length]`, int64."""

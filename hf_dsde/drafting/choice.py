@@ -245,10 +245,9 @@ def choose(model: Sequence[Offer], texts: Sequence[Offer], prices: RoundPrices, 
         T = draft(steps) + verify(sum(1 + n) / rows of the pass) + overhead
 
     seconds: the draft's steps are those of the longest draft of the model, the tokens those of the pass that is run,
-    padding included. A round with drafts out of texts takes `costs.texts` more. Twice,
-    the texts' drafts are found that make `sum(1 + gain) / T` largest: with the model, which drafts for the other rows
-    what is wanted of it, and without. The better one is chosen. Where no text's draft is worth its columns, the model
-    does what the policy wants.
+    padding included. A round with drafts out of texts takes `costs.texts` more. Twice, the texts' drafts are found that
+    make `sum(1 + gain) / T` largest: with the model, which drafts for the other rows what is wanted of it, and without.
+    The better one is chosen. Where no text's draft is worth its columns, the model does what the policy wants.
 
     In each case, a row takes the text's draft if its gain is larger than what it has otherwise, and the further gain
     is worth the further tokens: rows are asked in the order of further gain per further token, and the best beginning

@@ -82,6 +82,8 @@ class RowBlock:
 
     def on(self, device: torch.device) -> RowBlock:
         """Return the block on a device; a chain of the host's gets there in one transfer."""
+        if self.tokens.device == device:
+            return self
         if not self._is_host_chain:
             return self.map(lambda tensor: tensor.to(device))
         tokens, positions = upload(torch.stack([self.tokens, self.positions]), device)
@@ -92,7 +94,7 @@ class RowBlock:
 
         To pack it on a device takes two dozen launches, one after another, which the target waits for.
         """
-        if not self._is_host_chain:
+        if self.tokens.device == device or not self._is_host_chain:
             return self.on(device).packed()
         block, places = self.packed()
         parts = [block.tokens, block.rows, block.positions, block.starts, block.counts, places.flatten()]

@@ -157,14 +157,15 @@ def test_what_the_host_holds_gets_to_a_device_in_one_transfer(block: RaggedBlock
         transfers.append(values)
         return values.clone()
 
+    elsewhere = torch.device("meta")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_block, "upload", upload)
-        there = chain.on(torch.device("cpu"))
-        packed, places = chain.packed_on(torch.device("cpu"))
+        there, (packed, places) = chain.on(elsewhere), chain.packed_on(elsewhere)
     assert len(transfers) == 2
     assert there.tokens.equal(block.tokens)
     assert there.positions.equal(block.positions)
     expected, its_places = chain.packed()
+    assert chain.on(torch.device("cpu")) is chain
     assert places.equal(its_places)
     assert packed.max_count == expected.max_count
     for name in ("tokens", "rows", "positions", "starts", "counts", "slots"):
