@@ -3,7 +3,7 @@
     python output_job.py KIND FOLDER SUFFIX SHARDS...
 
 Every job runs in forks of this process, so that each is a process of its own without the price of starting one. `KIND`
-is `random` (SIGKILL after a random time) or `points` (death at the first call of the operating system, then at the
+is `random` (death after a random time) or `points` (death at the first call of the operating system, then at the
 second, and so on: right before the call, right after it, and in the middle of it if it writes). The number of shards is
 another one each time the job starts again. What was killed how often is printed as JSON.
 """
@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -72,7 +71,7 @@ def note(descriptor: int, indices: set[int]) -> None:
 def ended(process: int) -> bool:
     """Wait for a fork; whether it came to its end, and was not killed."""
     code = exit_code(process)
-    if code not in (0, -signal.SIGKILL, DEATH):
+    if code not in (0, -signal.SIGALRM, DEATH):
         raise RuntimeError(f"The job failed with {code}.")
     return code == 0
 
@@ -103,18 +102,25 @@ def die_at(number: int, moment: str) -> None:
         setattr(os, name, partial(patched, getattr(os, name)))
 
 
+def killed_after(seconds: float, work: Callable[[], None]) -> None:
+    """Work until an alarm that nothing handles ends this process.
+
+    The alarm is the process's own: a parent that sleeps and then kills comes too late on a busy machine.
+    """
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    work()
+
+
 def killed_at_random(folder: Path, suffix: str, shards: list[int]) -> Iterator[int]:
     """Kill each job after times that are short first and get longer; yields how often it was killed."""
-    jobs, longest = {".jsonl": (20, 0.004), ".parquet": (4, 0.02)}[suffix]
+    jobs, longest = {".jsonl": (20, 0.004), ".parquet": (4, 0.01)}[suffix]
     for seed in range(jobs):
         rng = random.Random(seed)
         path = folder / f"job-{seed}{suffix}"
         for attempt, count in enumerate(cycle(shards)):
             work = partial(run_job, path, ROWS["random"], count, random.Random(rng.random()), ordered=seed % 2 == 1)
-            process = in_fork(work)
-            time.sleep(rng.uniform(0, longest) * 1.1**attempt)
-            os.kill(process, signal.SIGKILL)
-            if ended(process):
+            seconds = rng.uniform(0, longest) * 1.1**attempt
+            if ended(in_fork(partial(killed_after, seconds, work))):
                 yield attempt
                 break
 
