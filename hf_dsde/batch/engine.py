@@ -172,7 +172,7 @@ class BatchEngine:
             cache_limit=admission.slots,
             more_texts=self.refill and not admission.exhausted,
             requests=requests,
-            admission=admission if self.refill else Admission([], 0),
+            admission=admission if self.refill else Admission([], 0, at_hand=True),
             setup=RowSetup(
                 preparation.criteria_for, preparation.processors_for if preparation.processors is None else None
             ),

@@ -73,6 +73,7 @@ class RefillLoop(SpeculativeLoop):
         self._lengths.refilled = True
         self._under_way: list[Request | None] = list(requests)
         self._admission = admission
+        self._sequences.texts_left = admission.left(len(requests))
         self._setup = setup
         self._ready: list[FinishedText] = []
         self._refilling = Refilling(len(requests))
