@@ -60,7 +60,8 @@ class SequenceBatch:
         generated_counts: The same on the host, as of the last `synchronise`.
         host_tokens: The text on the host, `[rows, columns]`, int64, in the columns of the device's. Known up to
             `prompt_width + generated_counts[row]`; anything after that.
-        texts_left: Texts that wait for the places of those that end, as of the last time that some took them.
+        texts_left: Texts that wait for the places of those that end, as of the last time that some took them, up to as
+            many as there are rows; infinity where one would have to wait to know.
         limits: Tokens that each row may emit, `[rows]`, int64; `max_new_tokens` unless `replace_rows` said otherwise.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +25,9 @@ from hf_dsde.batch.preparation import Preparation
 from hf_dsde.batch.refill_loop import FinishedText
 from hf_dsde.batch.requests import RejectedRow, Request
 from hf_dsde.batch.results import END_TOKEN, LENGTH, STOP
+from hf_dsde.costs import BatchCosts
 from hf_dsde.drafting import model as drafting_model
+from hf_dsde.drafting.lookup.prompt_lookup import PromptLookupDrafter
 from hf_dsde.integration import loop_builder
 from hf_dsde.integration.generation import Speculation
 from hf_dsde.utils import tuning
@@ -280,6 +283,36 @@ def test_idle_rows_are_those_of_a_simulation(refill: bool, monkeypatch: pytest.M
     assert engine.statistics.rounds == rounds
     assert engine.statistics.row_rounds == busy == sum(limits)
     assert engine.statistics.idle_row_rounds == total_rows - busy
+
+
+class Waiting(PromptLookupDrafter):
+    """Notes how many texts wait for the rows, in each round that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[float] = []
+
+    def allot(self, wanted: list[int], most: list[int], costs: BatchCosts | None) -> list[int]:
+        self.noted.append(self.call.sequences.texts_left)
+        return super().allot(wanted, most, costs)
+
+
+@pytest.mark.parametrize(
+    ("texts", "refill", "at_hand", "noted"),
+    [
+        (4, True, True, [2, 1, 0]),
+        (9, True, True, [2, 1, 0]),  # no more than a batch are counted
+        (5, False, True, [0]),  # nobody takes another's place
+        (5, True, False, [math.inf, 0]),  # whoever asks would have to wait
+    ],
+)
+def test_drafters_are_told_how_many_texts_wait(texts: int, refill: bool, at_hand: bool, noted: list[float]) -> None:
+    """From the first round on, and not only once a row has ended."""
+    pair = Pair.of()
+    engine = pair.engine(rows=2, refill=refill)
+    engine = replace(engine, draft=(drafter := Waiting()), at_hand=at_hand)
+    check(pair, engine, requests_of([5] * texts, list(range(8, 8 + 2 * texts, 2))))
+    assert list(dict.fromkeys(drafter.noted)) == noted
 
 
 def test_statistics_add_up() -> None:
