@@ -40,6 +40,12 @@ def given_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.fixture(autouse=True)
+def rows_that_leave_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of tests are short: rows that have finished stay in recorded passes for a few rounds only."""
+    monkeypatch.setattr("hf_dsde.execution.pass_shapes.IDLE_PLACES", 8)
+
+
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Runners record on the CPU; of `NotingCapture`, one for each cache and each recording policy."""

@@ -25,7 +25,7 @@ from hf_dsde.execution.fused_decoder import FusedDecoder
 from hf_dsde.execution.model_runner import next_bucket, next_multiple
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
-from hf_dsde.execution.pass_shapes import PACKED_WIDTHS, Shape, shape_to_run
+from hf_dsde.execution.pass_shapes import PACKED_WIDTHS, Shape, finished_may_stay, shape_to_run
 from hf_dsde.execution.recorded_chain import LONGEST_CHAIN, BegunChain, Chain, ChainStep, DraftedChain
 from hf_dsde.execution.recording_key import is_compiled
 from hf_dsde.execution.row_block import RowBlock, next_row_count
@@ -89,6 +89,7 @@ class GraphRunner(EagerRunner):
         self._before = self._workspace.costs
         self._live = torch.arange(rows, device=self.device)
         self._choices = 0
+        self._idle_places = 0  # of rows that have finished, in all passes since some have left
         self._begun: BegunChain | None = None
 
     @property
@@ -259,11 +260,16 @@ class GraphRunner(EagerRunner):
         """As for any runner, when the fused decoder runs: rows stay where they are in the cache.
 
         A pass has one of few numbers of rows, so that few shapes are recorded; places that are left over keep rows that
-        have finished. A recorded forward pass of the model's own keeps all rows.
+        have finished, as do few rows for a while (`finished_may_stay`). A recorded forward pass of the model's own
+        keeps all rows.
         """
-        places = next_row_count(len(rows), self._tuning.fine_rows)
-        if self._fused is None or not self._recording or places >= len(self.live_rows):
+        places, now = next_row_count(len(rows), self._tuning.fine_rows), len(self.live_rows)
+        if self._fused is None or not self._recording or places >= now:
             return
+        self._idle_places += now - places
+        if finished_may_stay(now, self._idle_places, self._tuning.free_tokens):
+            return
+        self._idle_places = 0
         finished = [row for row in self.live_rows if row not in rows]
         self.live_rows = sorted([*rows, *finished[: places - len(rows)]])
         self._live = self._live_index = upload(self.live_rows, self.device)

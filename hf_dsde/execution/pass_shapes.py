@@ -29,6 +29,11 @@ RECORDING_CHARGE = 4096
 """Tokens in all that passes in a missing one's place may be charged with before it is recorded: to record a pass of an
 8B model takes as long as to compute some 3500 tokens (H200)."""
 
+IDLE_PLACES = 1024
+"""Places that passes have had for finished rows by when they have cost what recording passes without them does."""
+USUAL_WIDTH = 4
+"""Tokens of a row in a pass over drafts."""
+
 
 def packed_bucket(tokens: int, steps: int = STEPS_PER_DOUBLING) -> int:
     """Return the smallest size of packed block that holds `tokens`, of `steps` sizes in each doubling."""
@@ -126,3 +131,18 @@ def shape_to_run(
         return roomy(shape)
     other, charge = found
     return other if passes.lend(key(shape), charge, RECORDING_CHARGE, used=used) else shape
+
+
+def finished_may_stay(rows: int, idle_places: int, free_tokens: int) -> bool:
+    """Whether rows that have finished keep their places in passes.
+
+    The last rounds of a batch are few, and as long as reading the weights is what takes their time, fewer rows gain
+    little, while each number of rows has several passes recorded anew. Nothing that was recorded before counts: rows
+    that are in draw random numbers together, and a seed gives one text.
+
+    Args:
+        rows: Rows in the passes.
+        idle_places: Places of finished rows in all passes since some have left.
+        free_tokens: Tokens up to which padding costs nothing.
+    """
+    return idle_places < IDLE_PLACES and rows * USUAL_WIDTH <= free_tokens

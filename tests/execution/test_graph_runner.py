@@ -18,6 +18,7 @@ from tiny_policies import RandomLengths, ScriptedLengths
 from transformers import PreTrainedModel
 
 import hf_dsde
+from hf_dsde.execution import pass_shapes
 from hf_dsde.execution.create_runner import RunnerWarning, create_runner
 from hf_dsde.execution.eager_runner import EagerRunner
 from hf_dsde.execution.fused_families import why_not_fused
@@ -340,7 +341,8 @@ def test_text_is_the_same_on_a_device_of_no_known_class(
     assert recording
 
 
-def test_rows_leave_passes_by_halves() -> None:
+def test_rows_leave_passes_by_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_shapes, "IDLE_PLACES", 0)
     runner = runner_of(tiny_model(), rows=12)
     runner.keep_rows([0, 1, 2, 3, 4, 5, 6, 7, 11])
     assert len(runner.live_rows) == 12
@@ -349,6 +351,23 @@ def test_rows_leave_passes_by_halves() -> None:
     assert {1, 3, 6, 7, 11} <= set(runner.live_rows)
     runner.keep_rows([3, 11])
     assert runner.live_rows == [3, 11]
+
+
+@pytest.mark.parametrize(("rows", "calls"), [(12, 4), (32, 2), (33, 1)])
+def test_few_rows_stay_in_passes_until_they_have_cost_as_much_as_recording(
+    rows: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 places of 12 for nobody, or 28 of 32; above 32 rows, passes take in more tokens than come for nothing."""
+    monkeypatch.setattr(pass_shapes, "IDLE_PLACES", 32)
+    monkeypatch.setattr(tuning, "SAFE", replace(tuning.SAFE, free_tokens=128))
+    runner = runner_of(tiny_model(), rows=rows)
+    for _ in range(calls - 1):
+        runner.keep_rows([1, 3, 6])
+        assert len(runner.live_rows) == rows
+    runner.keep_rows([1, 3, 6])
+    assert len(runner.live_rows) == 4
+    runner.keep_rows([3])
+    assert len(runner.live_rows) == 4, "the next ones begin anew"
 
 
 def test_a_recorded_forward_pass_of_the_model_keeps_all_rows() -> None:
