@@ -15,6 +15,8 @@ FAR_CHEAPER_RATE = 0.5
 """... and has this weight: no stall makes steps so fast, and steps that are too dear are hardly ever timed again."""
 LEAST_VARIANCE = 0.25
 """Of the lengths of rounds, in steps squared, as if every other round drafted one step more."""
+RETURN_RATE = 0.03
+"""Weight of what a draft step was measured to cost, in a round as long as all of late, where nothing shows it."""
 RESUMED_RATE = 0.5
 """Weight of a new timing in what it takes to draft again: such rounds are few."""
 MAX_EXTRA_STEPS = 2.0
@@ -98,7 +100,8 @@ class LiveCosts:
         elif draft and before.draft and after.draft:
             # The shape is what the rounds have shown, and the ratio holds for the steps that they made.
             draft = draft.scaled(after.draft.at(self._usual_steps) / before.draft.at(self._usual_steps))
-        self._costs = replace(learnt, draft=draft, verify=CostCurve(widths, seconds))
+        verify = CostCurve(widths, seconds)
+        self._costs = replace(learnt, draft=draft, verify=verify, measured_step=after.measured_step)
         self._rows = rows
         self._announce()
 
@@ -170,7 +173,7 @@ class LiveCosts:
         overhead = known.overhead + OBSERVED_RATE * (
             min(overhead, MAX_EXTRA_STEPS * known.verify.at(1)) - known.overhead
         )
-        self._costs = BatchCosts(drafting, curve, overhead, resumption, texts)
+        self._costs = BatchCosts(drafting, curve, overhead, resumption, texts, known.measured_step)
         if self._moved():
             self._announce()
 
@@ -179,8 +182,9 @@ class LiveCosts:
 
         It has a part that all rounds with drafts pay, and one that each step pays. A timing says what their sum is at
         its number of steps, and moves both there as least squares over the last rounds would: those whose lengths are
-        spread tell what a further step costs. Where all draft the same nothing does, and it stays what it was measured
-        to be, while the common part takes up what differs.
+        spread tell what a further step costs. Where all draft the same nothing does, and it goes back to what it was
+        measured to be, while the common part takes up what differs: what short drafts have shown need not hold for
+        long ones, since a host that the device waits for makes a few steps look cheap.
         """
         known = self._costs.draft
         if known is None:
@@ -195,7 +199,9 @@ class LiveCosts:
         change = rate * (min(max(seconds, LEAST_RATIO * expected), longest) - expected)
         distance = steps - usual
         weight = change / (distance**2 + max(self._steps_variance, LEAST_VARIANCE))
+        unseen = max(1 - self._steps_variance / LEAST_VARIANCE, 0.0)
         further = known.slope + weight * distance
+        further += RETURN_RATE * unseen * (self._costs.measured_step - further)
         common += change - weight * distance**2
         further = min(max(further, 0.0), common / usual)  # neither part is negative
         self._usual_steps = usual + OBSERVED_RATE * distance

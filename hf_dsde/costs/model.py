@@ -106,6 +106,8 @@ class BatchCosts:
             tokens that it missed; 0 until it has been seen.
         texts: Extra seconds of a round in which texts draft beside a model, without the looks at them: nothing of it is
             made ready ahead. 0 until it has been seen.
+        measured_step: Seconds of a draft step by itself: what a further one is taken to cost where rounds have not
+            shown it. By default, or if it is 0, the slope of `draft`.
     """
 
     draft: CostCurve | None
@@ -113,6 +115,7 @@ class BatchCosts:
     overhead: float = 0.0
     resumption: float = 0.0
     texts: float = 0.0
+    measured_step: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -124,9 +127,12 @@ class BatchCosts:
         if self.draft is not None and len(self.draft.counts) == 1:
             step = self.draft.seconds[0] / self.draft.counts[0]
             object.__setattr__(self, "draft", CostCurve.line(step, step))
+        if self.measured_step == 0:
+            object.__setattr__(self, "measured_step", self._slope)
         check_number("overhead", self.overhead, 0.0)
         check_number("resumption", self.resumption, 0.0)
         check_number("texts", self.texts, 0.0)
+        check_number("measured_step", self.measured_step, 0.0)
 
     def draft_seconds(self, steps: int) -> float:
         """Seconds of a round's draft steps; none take no time."""
@@ -135,6 +141,21 @@ class BatchCosts:
     def round_seconds(self, draft_steps: int) -> float:
         """Seconds of a round in which every row drafts `draft_steps` tokens."""
         return self.draft_seconds(draft_steps) + self.verify.at(draft_steps + 1) + self.overhead
+
+    @property
+    def _slope(self) -> float:
+        return 0.0 if self.draft is None else self.draft.slope
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values as JSON holds them; without what is as it is by default."""
+        return {
+            "draft": {} if self.draft is None else _points(self.draft),
+            "verify": _points(self.verify),
+            "overhead": self.overhead,
+            "resumption": self.resumption,
+            **({"texts": self.texts} if self.texts else {}),
+            **({"measured_step": self.measured_step} if self.measured_step != self._slope else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -176,16 +197,7 @@ class CostModel:
 
     def to_dict(self) -> dict[str, Any]:
         """All values as JSON holds them."""
-        return {
-            str(rows): {
-                "draft": {} if costs.draft is None else _points(costs.draft),
-                "verify": _points(costs.verify),
-                "overhead": costs.overhead,
-                "resumption": costs.resumption,
-                **({"texts": costs.texts} if costs.texts else {}),
-            }
-            for rows, costs in self.batches.items()
-        }
+        return {str(rows): costs.to_dict() for rows, costs in self.batches.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
@@ -202,6 +214,7 @@ class CostModel:
                     overhead=costs.get("overhead", 0.0),
                     resumption=costs.get("resumption", 0.0),
                     texts=costs.get("texts", 0.0),
+                    measured_step=costs.get("measured_step", 0.0),
                 )
                 for rows, costs in values.items()
             }
@@ -240,6 +253,7 @@ def _between(low: BatchCosts, high: BatchCosts, share: float) -> BatchCosts:
         mean(low.overhead, high.overhead),
         mean(low.resumption, high.resumption),
         mean(low.texts, high.texts),
+        mean(low.measured_step, high.measured_step),
     )
 
 

@@ -60,6 +60,27 @@ def test_drafts_of_one_length_leave_a_further_step_what_it_was_measured_to_cost(
     assert (twelve - first) / 11 == pytest.approx(0.04)
 
 
+def test_rounds_of_one_length_forget_what_others_have_shown_of_a_further_step() -> None:
+    """Beside a small target a few steps come for nothing, and many do not: only the measured cost says so there."""
+    live = drafting(0.0, 0.25)
+    draft_rounds(live, [1, 3] * 100, 2.0, 0.03)
+    assert live.current.draft_seconds(12) == pytest.approx(2.36, rel=0.02)
+    for _ in range(100):
+        live.observe(draft_steps=12, width=13, draft=3.0, verify=1.3, overhead=0.0)
+    assert live.current.draft_seconds(12) == pytest.approx(3.0, rel=0.02)
+    assert live.current.draft_seconds(6) < 2.3, "by the slope of before, it would be 2.8"
+
+
+def test_what_a_step_was_measured_to_cost_outlives_a_call() -> None:
+    live = drafting(0.0, 0.25)
+    draft_rounds(live, [1, 3] * 100, 2.0, 0.03)
+    model = CostModel.from_dict(live.learnt.to_dict())
+    assert model == live.learnt
+    later = LiveCosts(model, 1)
+    draft_rounds(later, [12] * 200, 0.0, 0.25)
+    assert [later.current.draft_seconds(k) for k in (4, 12)] == pytest.approx([1.0, 3.0], rel=0.1)
+
+
 def test_noise_at_one_length_does_not_wear_down_the_cost_of_a_further_step() -> None:
     """Where there is no common part, timings below what was expected go to the step, those above do not."""
     live = drafting(0.0, 0.1)
