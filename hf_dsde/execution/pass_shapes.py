@@ -31,8 +31,8 @@ RECORDING_CHARGE = 4096
 
 IDLE_PLACES = 1024
 """Places that passes have had for finished rows by when they have cost what recording passes without them does."""
-USUAL_WIDTH = 4
-"""Tokens of a row in a pass over drafts."""
+LONG_WIDTH = 16
+"""Tokens of a row in a pass over long drafts."""
 
 
 def packed_bucket(tokens: int, steps: int = STEPS_PER_DOUBLING) -> int:
@@ -136,13 +136,13 @@ def shape_to_run(
 def finished_may_stay(rows: int, idle_places: int, free_tokens: int) -> bool:
     """Whether rows that have finished keep their places in passes.
 
-    The last rounds of a batch are few, and as long as reading the weights is what takes their time, fewer rows gain
-    little, while each number of rows has several passes recorded anew. Nothing that was recorded before counts: rows
-    that are in draw random numbers together, and a seed gives one text.
+    The last rounds of a batch are few, and where reading the weights is what takes their time whatever rows draft,
+    fewer rows gain little, while each number of rows has several passes recorded anew. Nothing that was recorded before
+    counts: rows that are in draw random numbers together, and a seed gives one text.
 
     Args:
         rows: Rows in the passes.
         idle_places: Places of finished rows in all passes since some have left.
         free_tokens: Tokens up to which padding costs nothing.
     """
-    return idle_places < IDLE_PLACES and rows * USUAL_WIDTH <= free_tokens
+    return idle_places < IDLE_PLACES and rows * LONG_WIDTH <= free_tokens

@@ -357,9 +357,9 @@ def test_rows_leave_passes_by_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_rows_stay_in_passes_until_they_have_cost_as_much_as_recording(
     rows: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """8 places of 12 for nobody, or 28 of 32; above 32 rows, passes take in more tokens than come for nothing."""
+    """8 places of 12 for nobody, or 28 of 32; long drafts of more rows are more tokens than come for nothing."""
     monkeypatch.setattr(pass_shapes, "IDLE_PLACES", 32)
-    monkeypatch.setattr(tuning, "SAFE", replace(tuning.SAFE, free_tokens=128))
+    monkeypatch.setattr(tuning, "HOPPER", replace(tuning.HOPPER, free_tokens=512))
     runner = runner_of(tiny_model(), rows=rows)
     for _ in range(calls - 1):
         runner.keep_rows([1, 3, 6])
