@@ -33,6 +33,7 @@ class Knowing(TextDrafter[Tokens]):
     """Knows how some texts go on, but for every seventh token, and lets no score be trusted."""
 
     def __init__(self, *texts: Sequence[int], longest: int = 99) -> None:
+        super().__init__()
         self._known, self._longest = [list(text) for text in texts], longest
 
     def new_text(self) -> Tokens:

@@ -85,6 +85,10 @@ class Drafter(CandidateGenerator, ABC):
     """Signals of its distributions that it puts into its candidates when `monitor.signals` asks for them. Whoever
     provides any asks the monitor after each token as well."""
 
+    waits = True
+    """Whether the device waits for what the host may find after a round. If not, the target's next pass begins before,
+    and what is found by then waits a round: see `left_over`."""
+
     reads_prompt_states = True
     """Whether it wants hidden states of prompts too, in `read_states`, if it names any `hidden_layers`."""
 
@@ -187,6 +191,20 @@ class Drafter(CandidateGenerator, ABC):
 
         Returns:
             What begins it; None if there is nothing to begin. The loop asks for nothing else before it has ended.
+        """
+        return None
+
+    def left_over(self, going_on: Tensor) -> CandidateBatch | None:  # noqa: ARG002
+        """Return what the next round may draft of this round's proposal, if a plain step has overtaken it.
+
+        The target's pass over it begins before the host knows the step's token. If that is the first one of a row's
+        draft, the others may follow, and else nothing; `allot` has to say the same afterwards.
+
+        Args:
+            going_on: Rows that may draft next, `[rows]`, bool.
+
+        Returns:
+            Candidates with lengths on the device; their `host_lengths` are upper bounds. None if there is nothing.
         """
         return None
 

@@ -2,9 +2,8 @@
 
 The loop decides nothing about lengths (a policy does), proposals (a drafter), acceptance (`verification`) or endings
 (`stopping`). What passes from one round to the next is a `RoundPlan`, which does not change, and what `RunAhead` has
-let begin. It keeps one promise of its own: after drafting, a round waits for the device once, at its end. On a GPU the
-next round's first pass is then under way already, beside the policy's arithmetic: the device does not wait for the host
-either, nor the pass for lengths that it does not need yet.
+let begin. After drafting, a round waits for the device once, at its end. On a GPU the next round's first pass is under
+way by then, beside the policy's arithmetic: the device does not wait for the host either.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class SpeculativeLoop:
         self._prefill.read_draft(plan, wait=False)
         self._clock.start(seamless=ahead.overlaps)
         candidates = self._draft(plan)
-        self._clock.mark(again=ahead.plain_begun)
+        self._clock.mark(again=ahead.begun)
         passed = ahead.run_target(candidates, plan)
         self._log.flush()
         self._lengths.learn()
@@ -176,13 +175,13 @@ class SpeculativeLoop:
         probes = self._probes(plan.index + 1)
         if ahead.overlaps:
             self._clock.mark()
-            ahead.stage(going_on, candidates.width, self._lengths.foreseen, plain=probes or plan.foretells_plain(1))
+            ahead.stage(plan, going_on, candidates.width, self._lengths.foreseen, probes=probes)
         pending = self._lengths.after(done, self._log.times)
         vectors = [sequences.generated, kept, ended, verified.accepted, candidates.lengths, *pending.vectors]
         download = Download(vectors, new_tokens, pending.signals)
         # No pass is needed after the last token that any row may emit.
         more = min(sequences.generated_counts) + 1 < sequences.max_new_tokens
-        with ahead.running(draft=not probes, plain=more and (probes or plan.foretells_plain(2))):
+        with ahead.running(draft=not probes, target=more and (probes or plan.overtaken or plan.foretells_plain(2))):
             (generated, emitted, ends, accepted, drafted, *lengths), host_tokens, signals = download.wait()
         sequences.synchronise(generated, host_tokens)
         self._drafter.update_candidate_strategy(sequences, scores, accepted, drafted)
@@ -207,7 +206,7 @@ class SpeculativeLoop:
         if plan.drafts:
             monitor = self._lengths.monitor(partial(self._ahead.expect, plan=plan))
             return self._drafter.get_candidates(self._sequences, plan, monitor)
-        return CandidateBatch.nothing(plan.lengths, self._vocabulary_size, self._lengths.requires)
+        return self._ahead.unused or CandidateBatch.nothing(plan.lengths, self._vocabulary_size, self._lengths.requires)
 
     def _scores(self, logits: Tensor, candidates: CandidateBatch, plan: RoundPlan) -> Tensor:
         """Process the target's logits, each position with the drafts before it, whoever has made them."""
@@ -237,6 +236,7 @@ class SpeculativeLoop:
             self._sequences.device,
             probes=self._probes(0 if previous is None else previous.index + 1),
             plain_begun=self._ahead.plain_begun,
+            hurried=not self._drafter.waits,
         )
 
     def _drop_finished_rows(self, going_on: Sequence[bool]) -> None:

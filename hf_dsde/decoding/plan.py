@@ -39,6 +39,7 @@ class RoundPlan:
         index: Number of the round, from 0.
         plain_streak: Rounds without drafts right before this one.
         deferred: What the policy wanted of this round if it is overtaken, like `length_counts`; else None.
+        hurried: Whether the next round waits for no drafts (`Drafter.waits`).
     """
 
     length_counts: Sequence[int]
@@ -48,6 +49,7 @@ class RoundPlan:
     index: int = 0
     plain_streak: int = 0
     deferred: Sequence[int] | None = None
+    hurried: bool = False
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -79,13 +81,18 @@ class RoundPlan:
         return [n + 1 if on else 0 for n, on in zip(drafted, self.active_rows, strict=True)]
 
     @property
+    def overtaken(self) -> bool:
+        """Whether a plain step has overtaken what was wanted of this round."""
+        return self.deferred is not None
+
+    @property
     def next_plain_streak(self) -> int:
         """Rounds without drafts right before the next round."""
         return 0 if self.drafts else self.plain_streak + 1
 
     def foretells_plain(self, rounds: int) -> bool:
         """Return whether the next round is likely to draft nothing: `rounds` before it did not, and nothing waits."""
-        return self.next_plain_streak >= rounds and self.deferred is None
+        return self.deferred is None and (self.hurried or self.next_plain_streak >= rounds)
 
 
 def usable_lengths(
@@ -114,6 +121,7 @@ def next_plan(
     *,
     probes: bool,
     plain_begun: bool,
+    hurried: bool = False,
 ) -> RoundPlan:
     """Return the plan of the round after `previous`, or of the first one.
 
@@ -124,6 +132,7 @@ def next_plan(
         device: Of the sequences.
         probes: Whether the round measures a plain step.
         plain_begun: Whether the target's pass without drafts is under way already.
+        hurried: As in `RoundPlan`.
     """
     wanted = any(length_counts)
     plain = probes or plain_begun
@@ -143,4 +152,5 @@ def next_plan(
         index=0 if previous is None else previous.index + 1,
         plain_streak=0 if previous is None else previous.next_plain_streak,
         deferred=length_counts if overtaken else None,
+        hurried=hurried,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,8 +44,9 @@ class RunAhead:
         self._sequences = sequences
         self._side = SideStream(sequences.device)
         self._draft: StagedStep | None = None
-        self._plain: Staged | None = None
-        self._plain_result: PassOutput | None = None
+        self._plain: Staged | None = None  # of a step without drafts, ...
+        self._left_over: CandidateBatch | None = None  # or over these
+        self._result: PassOutput | None = None  # of either, once it has begun
         self._expected: tuple[Tensor, Staged] | None = None
         self._going_on: Tensor | None = None  # rows of the next round, ...
         self._bound = 0  # and a bound on their lengths
@@ -52,7 +54,18 @@ class RunAhead:
     @property
     def plain_begun(self) -> bool:
         """Whether the target's pass of a round without drafts is under way."""
-        return self._plain_result is not None
+        return self._result is not None and self._left_over is None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the target's next pass is under way."""
+        return self._result is not None
+
+    @property
+    def unused(self) -> CandidateBatch | None:
+        """Candidates that a pass is under way over, none of which follows its text; None if there are no such."""
+        left = self._left_over if self.begun else None
+        return None if left is None else replace(left, host_lengths=[0] * len(left.lengths), steps=0)
 
     def expect(self, tokens: Tensor, lengths: Tensor, plan: RoundPlan) -> None:
         """Get ready for a proposal that may be over; at once if that takes no recording, and else not at all.
@@ -75,45 +88,53 @@ class RunAhead:
         Returns:
             What it gives of `width + 1` columns.
         """
-        plain, result = self._plain, self._plain_result
+        plain, left_over, result = self._plain, self._left_over, self._result
         staged = self._expected[1] if self._expected is not None and self.is_ready(candidates) else None
         self.forget()
-        if not candidates.width and plain is not None:
+        tokens = None if left_over is None else left_over.tokens
+        if plain is not None and (candidates.tokens is tokens or (tokens is None and not candidates.width)):
             return plain() if result is None else result
         return (staged or self._stage_candidates(candidates, plan))()
 
-    def stage(self, going_on: Tensor, width: int, foreseen: int | None, *, plain: bool) -> None:
+    def stage(self, plan: RoundPlan, going_on: Tensor, width: int, foreseen: int | None, *, probes: bool) -> None:
         """Get the next round's first passes ready, from what the device alone knows of the text.
 
         Args:
+            plan: The round.
             going_on: Rows that take part, `[rows]`, bool.
             width: Tokens that the row that drafted most has drafted in this round.
             foreseen: The most that a row will draft in the next one, if that is known.
-            plain: Whether the next round may be one without drafts.
+            probes: Whether the next round is one without drafts in any case.
         """
         longest = self._longest(width + 1)  # the host's lengths are those before this round
         self._going_on, self._bound = going_on, longest
         self._draft = self._drafter.stage_next(going_on, longest, foreseen)
-        if plain:
+        if probes or plan.foretells_plain(1):
             nothing = self._sequences.tokens[:, :0]
             self._plain = self._stage(nothing, going_on.long(), None, longest)
+        elif plan.overtaken and self._target.runs_beside(self._sequences.device):
+            self._left_over = found = self._drafter.left_over(going_on)
+            if found is not None:
+                counts = torch.where(going_on, found.lengths + 1, 0)
+                bounds = [1 + bound for bound in found.host_lengths or ()]
+                self._plain = self._stage(found.tokens, counts, bounds, longest + found.width)
         self._side.fork()
 
     @contextmanager
-    def running(self, *, draft: bool, plain: bool) -> Iterator[None]:
+    def running(self, *, draft: bool, target: bool) -> Iterator[None]:
         """Let the device begin what was made ready; when the `with` block ends, the current stream waits for it.
 
         Also if the block fails, as when memory runs out: what a pass writes to is not free before it has ended.
 
         Args:
             draft: Begin the draft's pass.
-            plain: Begin the target's pass without drafts.
+            target: Begin the target's pass.
         """
         try:
             if draft:
                 self.begin_draft()
-            if plain:
-                self.begin_plain()
+            if target:
+                self.begin_target()
             yield
         finally:
             self._side.join()
@@ -127,11 +148,11 @@ class RunAhead:
                 if tokens is not None and self._plain is None:
                     self._expect_next(tokens)
 
-    def begin_plain(self) -> None:
-        """Run the target's pass without drafts beside what follows, if it was made ready and is a recorded one."""
+    def begin_target(self) -> None:
+        """Run the target's pass beside what follows, if it was made ready and is a recorded one."""
         if self._plain is not None and self._target.runs_beside(self._sequences.device):
             with self._side.beside():
-                self._plain_result = self._plain()
+                self._result = self._plain()
 
     def _expect_next(self, tokens: Tensor) -> None:
         """Get ready for a proposal of the next round, as `expect` does; rows that draft less ignore further columns."""
@@ -143,7 +164,7 @@ class RunAhead:
 
     def forget(self) -> None:
         """Do without the passes of the target that were made ready or begun: some row has another text."""
-        self._plain = self._plain_result = self._expected = None
+        self._plain = self._left_over = self._result = self._expected = None
 
     def _longest(self, width: int) -> int:
         return max(self._sequences.length_counts) + width

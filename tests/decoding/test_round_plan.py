@@ -48,6 +48,14 @@ def test_a_plain_step_that_has_begun_defers_no_wish_for_another() -> None:
     assert (plan.kind, plan.deferred) == (RoundKind.PLAIN, None)
 
 
+def test_a_hurried_round_foretells_a_plain_step_unless_drafts_wait() -> None:
+    drafts = after(None, [2, 0], hurried=True)
+    assert drafts.foretells_plain(2)
+    overtaken = after(drafts, [1, 1], plain_begun=True, hurried=True)
+    assert overtaken.overtaken
+    assert not overtaken.foretells_plain(1)
+
+
 def test_rows_that_have_ended_draft_nothing_and_are_in_no_pass() -> None:
     plan = after(None, [2, 4, 0], going_on=[True, False, True])
     assert plan.lengths.tolist() == list(plan.length_counts) == [2, 0, 0]

@@ -52,6 +52,7 @@ class Scripted(TextDrafter[Tokens]):
         seconds: float = 0.0,
         fixed: float = 0.0,
     ) -> None:
+        super().__init__()
         self.offered, self.seconds, self.fixed = list(offers), seconds, fixed
         self.now = 0.0
         self.looks: list[list[int]] = []
@@ -111,11 +112,11 @@ def test_what_looks_lose_is_a_small_share_of_the_time(
 ) -> None:
     drafter = Scripted(monkeypatch, [(4 if score else 0, score)] * 2, looking / 2)
     begun(drafter, [[3, 4]] * 2)
-    drafter._promised = drafter._kept = 1e6
+    drafter._trust._promised = drafter._trust._kept = 1e6
     first = drafter.allot([8, 8], [8, 8], prices())
     assert first == ([4, 4] if score else [0, 0]), "what was found is drafted, whatever finding it took"
     drafter.run(first, first)
-    drafter._promised = drafter._kept = 1e6
+    drafter._trust._promised = drafter._trust._kept = 1e6
     drafted = []
     while len(drafter.looks) == 1:
         drafted.append(drafter.allot([8, 8], [8, 8], prices()))

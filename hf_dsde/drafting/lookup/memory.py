@@ -41,6 +41,7 @@ class MemoryDrafter(TextDrafter[TextIndex]):
         share_answers: bool,
         memory_tokens: int,
     ) -> None:
+        super().__init__()
         self._share_answers = check_flag("share_answers", share_answers)
         self._memory = TextIndex(check_integer("memory_tokens", memory_tokens, 1))
         digest = hashlib.sha256()

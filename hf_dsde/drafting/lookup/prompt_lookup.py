@@ -60,6 +60,7 @@ class PromptLookupDrafter(TextDrafter[FirstNgrams]):
     """
 
     def __init__(self, max_matching_ngram_size: int = NGRAM_SIZE, *, end_tokens: Sequence[int] = ()) -> None:
+        super().__init__()
         self._size = check_integer("max_matching_ngram_size", max_matching_ngram_size, 1)
         self._end_tokens = frozenset(end_tokens)
 

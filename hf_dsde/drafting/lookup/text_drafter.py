@@ -21,9 +21,11 @@ from hf_dsde.decoding.plan import RoundPlan
 from hf_dsde.decoding.sequences import SequenceBatch
 from hf_dsde.decoding.target_pass import pass_sizes
 from hf_dsde.drafting.choice import Choice, Offer, RoundPrices, chosen, common_length, shortened, with_texts, worthwhile
-from hf_dsde.drafting.lookup.continuation import LONGEST_CLASS, NOTHING, Continuation, faded, match_class
+from hf_dsde.drafting.lookup.continuation import LONGEST_CLASS, NOTHING, Continuation, match_class
+from hf_dsde.drafting.lookup.left_over import LeftOver
 from hf_dsde.drafting.lookup.rests import RowRests
 from hf_dsde.drafting.lookup.stragglers import Stragglers
+from hf_dsde.drafting.lookup.trust import ScoreTrust
 from hf_dsde.policies import Signal
 
 
@@ -39,19 +41,20 @@ class GrowingText(Protocol):
 
 Text = TypeVar("Text", bound=GrowingText)
 
-FIRST_PROMISE = 16.0
-"""Tokens that scores are thought to have promised before anything was verified, half of which stood."""
 LOOKING_SHARE = 0.01
 """Share of the time that looks may take beyond what their drafts save."""
 READ_BESIDE = 256
 """Tokens of texts that are read beside one pass of the target: at most a millisecond's work."""
-CLASS_PROMISE = 16.0
-"""Promised tokens of a class of agreements up to which all classes together say more of it than itself."""
 DEAR_COLUMN = 0.25
 """Share of a plain round that a further column of all rows takes at least where only stragglers are looked up: a token
 more of a row that is ahead brings no more than that."""
 LONGEST_PAUSE = 100
 """Rounds without a look, at most: hosts stall, and a look that took ages says nothing about the next one."""
+WAITING_SHARE = 0.5
+"""Of a plain round: what looks have to save in the mean for the device to wait for them. A round that it waits for
+takes longer by 0.4 of a plain one at 8 rows of an 8B model, and by 0.5 at 32 (H200)."""
+SAVED_RATE = 0.1
+"""Weight of a look in that mean."""
 NO_OFFER = Offer()
 
 
@@ -65,11 +68,13 @@ class TextDrafter(Drafter, Generic[Text]):
     policy.
     """
 
-    _promised, _kept = FIRST_PROMISE, FIRST_PROMISE / 2
-    _by_class: Sequence[tuple[float, float]] = ((0.0, 0.0),) * (LONGEST_CLASS + 1)  # likewise, of each class
+    _saved_share = WAITING_SHARE  # of a plain round, by what looks find, had it all been drafted at once
     least_match = 1
     """Tokens of the shortest agreement that `continuation` need look for: what is found by shorter ones is not worth
     its columns."""
+
+    def __init__(self) -> None:
+        self._trust = ScoreTrust()
 
     @property
     def requires(self) -> frozenset[Signal]:  # type: ignore[override] # as the call wants it
@@ -88,22 +93,13 @@ class TextDrafter(Drafter, Generic[Text]):
 
     @property
     def trust(self) -> float:
-        """Accepted tokens per token that the scores promised, over the last rounds, also of earlier calls.
-
-        A score takes what was seen for all that there is, and so promises too much where little was seen. By how much
-        depends on the text, and on how long an agreement it follows: see `trusts`.
-        """
-        return self._kept / self._promised
+        """Accepted tokens per token that the scores promised, over the last rounds, also of earlier calls."""
+        return self._trust.overall
 
     @property
     def trusts(self) -> list[float]:
-        """The same by `match_class`: of a proposal, `trusts[class] * score` tokens stand in the mean.
-
-        In answers of a small model, a third of what agreements of one token promise stands, half of it after 2 to 7
-        tokens, and four fifths after more. Of a class of which little was seen, `trust` is thought. None is above 1.
-        """
-        prior = CLASS_PROMISE * self.trust
-        return [min((kept + prior) / (promised + CLASS_PROMISE), 1.0) for promised, kept in self._by_class]
+        """The same by `match_class`: see `ScoreTrust.of_classes`."""
+        return self._trust.of_classes
 
     def start(self, call: DraftCall) -> None:
         """Forget the rows of an earlier call."""
@@ -112,6 +108,7 @@ class TextDrafter(Drafter, Generic[Text]):
         self._texts: list[Text | None] = [None] * call.sequences.rows
         self._allotted: Sequence[Continuation] | None = None  # what the next round may propose, if that is known
         self._proposed: Sequence[Continuation] = ()  # what is being verified
+        self._left = LeftOver()
         self._rests = RowRests(call.sequences.rows)
         self._pause = 0  # rounds in which nobody looks
         self._stragglers = Stragglers(call.sequences.rows)
@@ -290,13 +287,24 @@ class TextDrafter(Drafter, Generic[Text]):
         """Draft within what the policy wants, where that brings more than it takes; return how much."""
         if not self._priced:
             return wanted
+        if self._left.candidates is not None:
+            return self._allot_left_over(most)
         assert costs is not None
 
         def choose(texts: list[Offer], prices: RoundPrices, _: bool) -> Choice:
             taken = with_texts([NO_OFFER] * len(texts), texts, prices, 0, 1)
             return chosen(taken, taken.without, len(texts), model=False)
 
-        self._allotted, _ = self.look(wanted, most, costs, choose)
+        self._allotted, choice = self.look(wanted, most, costs, choose)
+        if choice is not None:
+            self._saved_share += SAVED_RATE * (choice.saved / choice.otherwise - self._saved_share)
+        return [len(draft.tokens) for draft in self._allotted]
+
+    def _allot_left_over(self, most: Sequence[int]) -> list[int]:
+        """Return how much of what was left over each row drafts."""
+        self._looked, self._looking = [row for row, draft in enumerate(self._allotted or ()) if draft.tokens], 0.0
+        self._allotted = self._left.standing(self.call.sequences, most)
+        self._found = [row for row, draft in enumerate(self._allotted) if draft.tokens]
         return [len(draft.tokens) for draft in self._allotted]
 
     def get_candidates(  # type: ignore[override] # as in `Drafter`
@@ -306,6 +314,10 @@ class TextDrafter(Drafter, Generic[Text]):
         monitor: DraftMonitor,  # noqa: ARG002
     ) -> CandidateBatch:
         """Propose what `allot` has found, or as many tokens as are likely within what the rows may draft."""
+        left = self._left.take(plan.length_counts)
+        if left is not None:
+            self._proposed = self._allotted or ()
+            return left
         if self._allotted is None:
             proposals = self.propose(sequences, plan.length_counts)
         else:
@@ -313,6 +325,15 @@ class TextDrafter(Drafter, Generic[Text]):
             proposals = [proposal if n else NOTHING for proposal, n in pairs]
         self._proposed = proposals
         return CandidateBatch.of_lists([proposal.tokens for proposal in proposals], sequences.device, steps=1)
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override] # while looks are worth it
+        """Whether looks save enough for the device to wait for them."""
+        return not self._pause and self._saved_share >= WAITING_SHARE
+
+    def left_over(self, going_on: Tensor) -> CandidateBatch | None:
+        """Offer what is left of each draft after its first token, to rows whose text goes on with that."""
+        return self._left.offer(self._allotted or (), self.call.sequences, going_on)
 
     def update_candidate_strategy(  # type: ignore[override] # as in `Drafter`
         self,
@@ -341,14 +362,7 @@ class TextDrafter(Drafter, Generic[Text]):
             return
         self._found = ()
         self._stragglers.learn(accepted)
-        by_class = list(self._by_class)
-        kept = promised = 0.0
-        for row in tried:
-            score, stand, of = drafts[row].score, accepted[row], match_class(drafts[row].match)
-            promised, kept = promised + score, kept + stand
-            by_class[of] = by_class[of][0] + score, by_class[of][1] + stand
-        self._promised, self._kept = faded(self._promised + promised, self._kept + kept)
-        self._by_class = [faded(*counts) for counts in by_class]
+        self._trust.learn([drafts[row] for row in tried], [accepted[row] for row in tried])
 
     def _read(self, row: int) -> Text:
         """Show a row's new tokens to what is kept of its text."""
@@ -369,6 +383,7 @@ class TextDrafter(Drafter, Generic[Text]):
 
     def begin_texts(self, rows: Sequence[int]) -> None:
         """Forget the texts that are over."""
+        self._left.forget()
         self._rests.begin(rows)
         self._stragglers.begin(rows)
         for row in rows:
