@@ -64,7 +64,7 @@ def main(
         METHODS
     ),
     rows: Annotated[list[int], typer.Option(help="Rows of a batch.")] = [8],  # noqa: B006
-    batches: Annotated[int, typer.Option(help="Requests of a job, per row.")] = 2,
+    batches: Annotated[int, typer.Option(help="Requests of a job, per row.")] = 4,
     most_requests: Annotated[int, typer.Option(help="Requests of a job, at most.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 256,
     repeats: Annotated[int, typer.Option(help="Timed jobs of each method.")] = 2,
