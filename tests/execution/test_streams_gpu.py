@@ -103,7 +103,7 @@ def test_the_target_s_pass_is_ready_when_a_policy_says_that_drafting_is_over(mon
     assert sum(ready) > len(ready) / 2, "all but those near the end of the text, which draft all that they may"
 
 
-@pytest.mark.parametrize(("drafted", "begins"), [(3, "begin_draft"), (0, "begin_plain")])
+@pytest.mark.parametrize(("drafted", "begins"), [(3, "begin_draft"), (0, "begin_target")])
 def test_the_pass_does_not_wait_for_the_policy(drafted: int, begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = BusyPolicy(LONG, drafted)
     policy_was_done: list[bool] = []
