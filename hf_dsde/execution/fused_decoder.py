@@ -13,19 +13,19 @@ out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_dsde.execution.decoder_layer import Layer, Norm
 from hf_dsde.execution.fused_families import attention_windows, decoder_body, decoder_layers, why_not_fused
+from hf_dsde.execution.joined_weights import JoinedWeights
 from hf_dsde.execution.kv_cache import RaggedCache
-from hf_dsde.execution.layer_kinds import kind_of
-from hf_dsde.execution.linear_products import gated_product, products
+from hf_dsde.execution.linear_products import gated_product, products, to_join
 from hf_dsde.execution.pass_output import PassOutput
 from hf_dsde.execution.torch_modes import without_autocast
 from hf_dsde.kernels.block import Block
@@ -97,61 +97,6 @@ class FusedOps(Protocol):
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A root mean square norm: `weight`, `[H]`, and what is added to the mean square."""
-
-    weight: Tensor
-    epsilon: float
-
-    @classmethod
-    def of(cls, module: Any) -> Norm:
-        """Read a norm of transformers."""
-        return cls(module.weight, module.variance_epsilon)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One decoder layer: the modules that are called, and the numbers that its own `forward` would use."""
-
-    index: int
-    attention: Any
-    mlp: Any
-    input_norm: Norm
-    middle_norm: Norm
-    query_norm: Norm | None
-    key_norm: Norm | None
-    cache_index: int
-    window: int | None
-
-    @classmethod
-    def of(cls, index: int, module: Any, window: int | None) -> Layer:
-        """Read a decoder layer of transformers."""
-        attend = module.self_attn
-        normed = hasattr(attend, "q_norm")
-        return cls(
-            index=index,
-            attention=attend,
-            mlp=module.mlp,
-            input_norm=Norm.of(module.input_layernorm),
-            middle_norm=Norm.of(module.post_attention_layernorm),
-            query_norm=Norm.of(attend.q_norm) if normed else None,
-            key_norm=Norm.of(attend.k_norm) if normed else None,
-            cache_index=attend.layer_idx,
-            window=window,
-        )
-
-    @cached_property
-    def kind(self) -> Hashable:
-        """What layers that launch the same kernels have in common, once both follow a layer."""
-        attend, mlp = self.attention, self.mlp
-        modules = [getattr(attend, f"{name}_proj") for name in ("q", "k", "v", "o")]
-        modules += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
-        norms = [self.input_norm, self.middle_norm, self.query_norm, self.key_norm]
-        read = [None if norm is None else (norm.weight, norm.epsilon) for norm in norms]
-        return kind_of(modules, [self.window, attend.head_dim, attend.scaling, *read])
-
-
-@dataclass(frozen=True)
 class Pass:
     """One pass: what it runs on, what the tokens' positions mean, and what it has come across.
 
@@ -208,7 +153,23 @@ class FusedDecoder:
         windows = attention_windows(model)
         pairs = zip(decoder_layers(model), windows, strict=True)
         self._layers = [Layer.of(index, layer, window) for index, (layer, window) in enumerate(pairs)]
+        self._joined = JoinedWeights()
         self._shorter: FusedDecoder | None = None
+
+    def join_weights(self, joined: JoinedWeights, tokens: int) -> None:
+        """Let one product make queries, keys and values, if that is faster in a pass over so many tokens.
+
+        Args:
+            joined: Where the copies are kept that this takes.
+            tokens: Tokens of the pass that is recorded next.
+        """
+        if joined is not self._joined:
+            self._joined, self._shorter = joined, None
+        if not joined.settled:
+            dtype = self._final_norm.weight.dtype
+            found = {layer.index: to_join(self._ops, layer.projections, tokens, dtype) for layer in self._layers}
+            if layers := {index: modules for index, modules in found.items() if modules is not None}:
+                joined.make(layers)
 
     def ending_after(self, layer: int | None) -> FusedDecoder:
         """Return what runs the layers up to one, counted from 1, and then final norm and head; no hidden states.
@@ -362,9 +323,8 @@ class FusedDecoder:
 
     def _project(self, layer: Layer, normed: Tensor, run: Pass) -> Tensor:
         """Return turned queries, `[T, Hq, D]`, and store keys and values."""
-        module = layer.attention
-        made = products(self._ops, [module.q_proj, module.k_proj, module.v_proj], normed)
-        q, k, v = (product.unflatten(-1, (-1, module.head_dim)) for product in made)
+        made = products(self._ops, layer.projections, normed, self._joined.of(layer.index))
+        q, k, v = (product.unflatten(-1, (-1, layer.attention.head_dim)) for product in made)
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = self._head_norm(q, layer.query_norm), self._head_norm(k, layer.key_norm)
         keys, values = _buffers(run.cache, layer.cache_index, k, v)

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dsde.execution.block_buffers import state_size
-from hf_dsde.execution.fused_decoder import FusedDecoder, FusedOps, Layer, Norm, Pass
+from hf_dsde.execution.decoder_layer import Layer, Norm
+from hf_dsde.execution.fused_decoder import FusedDecoder, FusedOps, Pass
 
 
 class FusedHead(FusedDecoder):

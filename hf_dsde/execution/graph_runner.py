@@ -1,14 +1,15 @@
 """A runner that records each shape of pass once and replays it.
 
-Launching the kernels of an eager pass takes the host longer than the device needs to run them, whatever the model's
-size; a replayed graph is one launch. A shape is rows, width, part of the cache in view and kept columns. Of prompts,
-only short ones are recorded. What is recorded is the model's own forward pass or, for models whose structure is known,
-that of `FusedDecoder`, which runs the same matrices with fewer kernels and looks back by lengths in place of masks.
+Launching the kernels of an eager pass takes the host longer than the device needs to run them; a replayed graph is one
+launch. A shape is rows, width, part of the cache in view and kept columns. Of prompts, only short ones are recorded.
+What is recorded is the model's own forward pass or, for models whose structure is known, that of `FusedDecoder`, which
+runs the same matrices with fewer kernels and looks back by lengths in place of masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -107,6 +108,13 @@ class GraphRunner(EagerRunner):
         """As for any runner."""
         return self._recording
 
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """As for any runner."""
+        self._workspace.joined.follow()
+        with super().active():
+            yield
+
     def recorded(self, width: int, longest: int) -> bool:
         """As for any runner; of passes that keep all logits."""
         return self._is_recorded(self._shape(width, None, tree=False), longest)
@@ -148,7 +156,7 @@ class GraphRunner(EagerRunner):
         if entry is None:
             return super().stage(block, longest, keep)
         entry.buffers.fill(block.on(self.device).map(self._of_live_rows))
-        self._follow_rows(entry)
+        entry.follow_rows(self._live, self._choices)
         live = self._live_index  # rows may leave before the block is run
 
         def run() -> PassOutput:
@@ -181,18 +189,10 @@ class GraphRunner(EagerRunner):
             if entry is None or entry.chain is None:
                 return None
             entry.chain.begin(chain, self._of_live_rows)
-            self._follow_rows(entry)
+            entry.follow_rows(self._live, self._choices)
             begun = BegunChain(entry.replay, entry.chain, (*shape, reach, self._choices))
         begun.run(chain, self._of_live_rows)
         return begun
-
-    def _follow_rows(self, entry: RecordedPass) -> None:
-        """Let a padded pass run the rows that are in now."""
-        if entry.block is not None and entry.choice != self._choices:
-            entry.block.place(self._live)
-            if entry.last is not None:
-                entry.last.place(self._live)
-            entry.choice = self._choices
 
     def _stage_packed(self, block: RowBlock, size: int, longest: int) -> Callable[[], PassOutput]:
         """Get a block ready for a pass over `size` tokens, without the padding between rows."""
@@ -309,12 +309,15 @@ class GraphRunner(EagerRunner):
     def _record(self, shape: Shape, reach: int) -> RecordedPass:
         if self._fused is not None and not self.cache.is_allocated:
             self._allocate()
-        if shape[0] == "packed":
+        kind, size, *_ = shape
+        if kind == "store":
+            return self._record_store(size, reach)
+        if self._fused is not None:
+            self._fused.join_weights(self._workspace.joined, size * shape[2] if kind == "padded" else size)
+        if kind == "packed":
             return self._record_packed(shape, reach)
-        if shape[0] == "store":
-            return self._record_store(shape[1], reach)
-        if shape[0] == "chain":
-            return self._record_chain(shape[1], shape[2], shape[3], reach)
+        if kind == "chain":
+            return self._record_chain(size, shape[2], shape[3], reach)
         _, rows, width, kept, tree, exit_layer = shape
         buffers = self._new_buffers(rows, width, tree=tree)
         if self._fused is None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dsde.execution.four_bit_modules import four_bits_of
+from hf_dsde.execution.joined_weights import JoinedLinear
 from hf_dsde.kernels.reference import LowRank
 
 if TYPE_CHECKING:
@@ -28,25 +29,37 @@ _LORA_FILES = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Line
 _Adapters = tuple[LowRank, ...] | None
 
 
-def products(ops: FusedOps, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+def products(ops: FusedOps, modules: Sequence[Any], x: Tensor, joined: JoinedLinear | None = None) -> list[Tensor]:
     """Return what each of one to three linear modules makes of `x`.
 
     Args:
         ops: May take over what modules compute.
         modules: Linear modules, or whatever is in their place.
         x: `[T, H]`.
+        joined: The modules without adapters as one, for where they are plain ones.
 
     Returns:
-        `[T, N_i]` for each.
+        `[T, N_i]` for each; elements of a row are contiguous.
     """
     adapters = [adapters_of(module, x.dtype) for module in modules]
     bases = _bases(modules, adapters)
 
     @cache
     def results() -> list[Tensor]:
-        return _linears(ops, bases, x) if _taken_over(ops, bases, x) else _called(ops, bases, x)
+        plain = all(_is_plain(base, x.dtype) for base in bases)
+        if plain and _paid(ops, bases, len(x)):
+            return _linears(ops, bases, x)
+        return joined(x) if plain and joined is not None and joined.stands_for(bases) else _called(ops, bases, x)
 
     return _adapted(ops, results, adapters, x)
+
+
+def to_join(ops: FusedOps, modules: Sequence[Any], tokens: int, dtype: torch.dtype) -> Sequence[nn.Linear] | None:
+    """Return the modules, without their adapters, if they can be one product, and one of so many tokens is of use."""
+    bases = _bases(modules, [adapters_of(module, dtype) for module in modules])
+    if not all(_is_plain(base, dtype) for base in bases) or len({base.bias is None for base in bases}) > 1:
+        return None
+    return None if _paid(ops, bases, tokens) else bases
 
 
 def gated_product(ops: FusedOps, gate: Any, up: Any, x: Tensor) -> Tensor:
@@ -71,10 +84,13 @@ def gated_product(ops: FusedOps, gate: Any, up: Any, x: Tensor) -> Tensor:
 
 def _taken_over(ops: FusedOps, modules: Sequence[Any], x: Tensor) -> bool:
     """Whether the ops compute what these modules would. Looked up again each time: hooks come and go."""
-    if not all(_is_plain(module, x.dtype) for module in modules):
-        return False
-    rows = sum(len(module.weight) for module in modules)
-    return ops.pays(len(x), len(modules), rows, x.shape[-1], x.dtype, x.device)
+    return all(_is_plain(module, x.dtype) for module in modules) and _paid(ops, modules, len(x))
+
+
+def _paid(ops: FusedOps, modules: Sequence[nn.Linear], tokens: int) -> bool:
+    """Whether the ops compute what these plain modules make of so many tokens in less time than the modules."""
+    weight, rows = modules[0].weight, sum(len(module.weight) for module in modules)
+    return ops.pays(tokens, len(modules), rows, weight.shape[1], weight.dtype, weight.device)
 
 
 def _called(ops: FusedOps, modules: Sequence[Any], x: Tensor) -> list[Tensor]:

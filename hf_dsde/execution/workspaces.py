@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_dsde.execution.block_buffers import BlockBuffers
 from hf_dsde.execution.cuda_graphs import Capture, CapturedPasses, RecordingCosts, Replay
+from hf_dsde.execution.joined_weights import JoinedWeights
 from hf_dsde.execution.kv_cache import RaggedCache
 from hf_dsde.execution.options import RuntimeOptions
 from hf_dsde.execution.pass_output import PassOutput
@@ -57,6 +58,14 @@ class RecordedPass:
     choice: int = 0
     chain: ChainStep | None = None
 
+    def follow_rows(self, live: Tensor, choice: int) -> None:
+        """Let a padded pass run the rows that are in now, `live`, `[rows]`, int64: that choice of them has a number."""
+        if self.block is not None and self.choice != choice:
+            self.block.place(live)
+            if self.last is not None:
+                self.last.place(live)
+            self.choice = choice
+
 
 class WorkspaceKey(NamedTuple):
     """What has to be equal for a recorded pass to be used again.
@@ -85,6 +94,7 @@ class Workspace:
         cache: Keys and values.
         passes: Recorded passes of all states, under keys that begin with the state's number.
         capture: Records further ones.
+        joined: Copies of weights that they read.
         until_training: Whether it goes when the model, or the target that the model drafts for, is trained.
         anchor: Holds the memory that recordings share while there are none, so that it is used again: torch takes that
             of a pool without recordings back only when a device has run out of memory.
@@ -96,6 +106,7 @@ class Workspace:
     cache: RaggedCache
     passes: CapturedPasses[RecordedPass]
     capture: Capture
+    joined: JoinedWeights = field(default_factory=JoinedWeights)
     until_training: bool = False
     anchor: Replay[Tensor] | None = None
     state: int = 0
@@ -147,8 +158,9 @@ class Workspace:
         return self._numbers[: rows * of_each].view(rows, of_each)
 
     def start_anew(self) -> None:
-        """Forget the last call's text, and which of its rows were still in at the end."""
+        """Forget the last call's text, which of its rows were still in at the end, and what weights were then."""
         self.cache.clear()
+        self.joined.start_anew()
         for entry in self.passes.entries():
             entry.choice = -1
 
@@ -186,6 +198,7 @@ class Workspaces:
                 with lasting():
                     workspace.anchor = workspace.capture(lambda: torch.zeros(1, device=device))
             workspace.passes.clear()
+            workspace.joined = JoinedWeights()
             workspace.cache = RaggedCache(len(workspace.cache.ragged_layers), 0)
         with self._lock:
             idle = self._idle.setdefault(model, [])

@@ -124,10 +124,10 @@ def _parts(
 
 
 @triton.jit
-def _bases(base: tl.tensor, token: tl.tensor, row: tl.tensor, total: int, rows: int) -> tl.tensor:
+def _bases(base: tl.tensor, token: tl.tensor, row: tl.tensor, total: int, rows: int, stride: int) -> tl.tensor:
     """A tile of a module's result, `[tokens, rows]`; 0 where there is none."""
     present = (token[:, None] < total) & (row[None, :] < rows)
-    return tl.load(base + token[:, None].to(tl.int64) * rows + row[None, :], mask=present, other=0.0)
+    return tl.load(base + token[:, None].to(tl.int64) * stride + row[None, :], mask=present, other=0.0)
 
 
 @triton.jit
@@ -178,7 +178,9 @@ def _added(
     return value.to(tl.float32) + (product.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["total", "rows0", "rows1", "rows2", "rank0", "rank1", "rank2"])
+@triton.jit(
+    do_not_specialize=["total", "rows0", "rows1", "rows2", "rank0", "rank1", "rank2", "stride0", "stride1", "stride2"]
+)
 def _up_kernel(
     sums: tl.tensor,
     up0: tl.tensor,
@@ -197,6 +199,9 @@ def _up_kernel(
     rank0: int,
     rank1: int,
     rank2: int,
+    stride0: int,
+    stride1: int,
+    stride2: int,
     scaling0: float,
     scaling1: float,
     scaling2: float,
@@ -219,19 +224,22 @@ def _up_kernel(
     if aligned:  # so that the compiler knows it and reads vectors
         rows0, rows1, rows2 = rows0 // 8 * 8, rows1 // 8 * 8, rows2 // 8 * 8
         rank0, rank1, rank2 = rank0 // 8 * 8, rank1 // 8 * 8, rank2 // 8 * 8
+        stride0, stride1, stride2 = stride0 // 8 * 8, stride1 // 8 * 8, stride2 // 8 * 8
     block = tl.program_id(0)
-    up, base, out, rows, rank, place, scaling = up0, base0, out0, rows0, rank0, rank0 * 0, scaling0
+    up, base, out, rows, rank, place = up0, base0, out0, rows0, rank0, rank0 * 0
+    scaling, stride = scaling0, stride0
     if count > 1 and not gated:
         blocks = tl.cdiv(rows0, block_n)
         if block >= blocks:
             block -= blocks
-            up, base, out, rows, rank, place, scaling = up1, base1, out1, rows1, rank1, rank0, scaling1
+            up, base, out, rows, rank, place = up1, base1, out1, rows1, rank1, rank0
+            scaling, stride = scaling1, stride1
             if count > 2:
                 blocks = tl.cdiv(rows1, block_n)
                 if block >= blocks:
                     block -= blocks
-                    up, base, out, rows, rank, scaling = up2, base2, out2, rows2, rank2, scaling2
-                    place = rank0 + rank1
+                    up, base, out, rows, rank, place = up2, base2, out2, rows2, rank2, rank0 + rank1
+                    scaling, stride = scaling2, stride2
     row = block * block_n + tl.arange(0, block_n)
     read = tl.minimum(row, rows - 1)
     lane = tl.arange(0, block_r)
@@ -241,9 +249,9 @@ def _up_kernel(
     other = _ups(up1, read, lane, rank1) if gated else weight
     await_inputs(chained)
     # Everything is asked for before anything is waited for.
-    value = _bases(base, token, row, total, rows)
+    value = _bases(base, token, row, total, rows, stride)
     parts = _parts(sums, token, lane, 0, total, rank, place, ranks, splits, together)
-    other_value = _bases(base1, token, row, total, rows) if gated else value
+    other_value = _bases(base1, token, row, total, rows, stride1) if gated else value
     others = _parts(sums, token, lane, 0, total, rank1, rank0, ranks, splits, together) if gated else parts
     result = _added(
         value, parts, weight, sums, up, token, read, total, rank, place, ranks, scaling,
@@ -267,8 +275,8 @@ def add_low_rank(x: Tensor, bases: Sequence[Tensor], adapters: Sequence[Sequence
 
     Args:
         x: `[T, H]`.
-        bases: What one to three modules made of it, `[T, N_i]`. Looked at when the products with A have been launched,
-            so that in a recorded pass those run beside whatever computes a base no earlier than it is looked at.
+        bases: What one to three modules made of it, `[T, N_i]`; views will do. Looked at when the products with A have
+            been launched, so that in a recorded pass those run beside whatever computes a base when it is looked at.
         adapters: Of each module, at least one, in the order in which they are added.
 
     Returns:
@@ -369,15 +377,17 @@ def _add_up(
     outs = [torch.empty(base.shape, dtype=dtype, device=x.device) for base in bases[: 1 if gated else 3]]
     if not total:
         return outs
-    bases, missing = [base.contiguous() for base in bases], 3 - len(terms)
+    bases, missing = [base if base.stride(1) == 1 else base.contiguous() for base in bases], 3 - len(terms)
     downs, ups, scalings = zip(*terms, strict=True)
     ranks, rows, plan = [len(down) for down in downs], [len(up) for up in ups], plan_turn(total, terms)
+    strides = [base.stride(0) for base in bases]
     columns = sum(triton.cdiv(size, plan.block_n) for size in (rows[:1] if gated else rows))
     _up_kernel[(columns, triton.cdiv(total, plan.block_m))](
         sums, *ups, *[x] * missing, *bases, *[x] * missing, *outs, *[x] * (3 - len(outs)),
-        total, *rows, *[0] * missing, *ranks, *[0] * missing, *scalings, *[0.0] * missing,
+        total, *rows, *[0] * missing, *ranks, *[0] * missing, *strides, *[0] * missing, *scalings, *[0.0] * missing,
         count=len(terms), splits=plan.splits, together=plan.together, block_m=plan.block_m, block_n=plan.block_n,
-        block_r=plan.block_r, whole=max(ranks) <= plan.block_r, aligned=all(size % 8 == 0 for size in (*rows, *ranks)),
+        block_r=plan.block_r, whole=max(ranks) <= plan.block_r,
+        aligned=all(size % 8 == 0 for size in (*rows, *ranks, *strides)),
         gated=gated, precision=_precision(x.dtype, ups[0].dtype), num_warps=UP_WARPS, **chaining(x.device),
     )  # fmt: skip
     return outs

@@ -23,6 +23,7 @@ from hf_dsde.execution import graph_runner
 from hf_dsde.execution.fused_families import why_not_fused
 from hf_dsde.execution.graph_runner import GraphRunner
 from hf_dsde.execution.recorded_chain import Chain, ChainStep, DraftedChain
+from hf_dsde.execution.workspaces import RecordedPass
 from hf_dsde.policies import Signal
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_dsde.SpeculationWarning")
@@ -196,7 +197,7 @@ def stale_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stale_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that have left are still run."""
-    monkeypatch.setattr(GraphRunner, "_follow_rows", lambda self, entry: None)
+    monkeypatch.setattr(RecordedPass, "follow_rows", lambda self, live, choice: None)
 
 
 def early_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,21 @@ def test_low_rank_adapters_add_what_the_definition_says(case, dtype, own):
 
 
 @pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize("rows", [(72, 72, 24), (20, 20, 24)], ids=str)  # whose reads are vectors, and are not
+def test_adapters_add_to_parts_of_one_product(rows):
+    x, bases, adapters = make_low_rank(LowRankCase(5, 96, rows, ((4,), (8, 3), (16,))), torch.float32)
+    parts = torch.cat([torch.full((5, 8), torch.nan), *bases, torch.full((5, 8), torch.nan)], dim=1)
+    parts = parts.split([8, *rows, 8], dim=1)[1:-1]
+    for result, right in zip(
+        kernels.add_low_rank(x, parts, adapters), kernels.add_low_rank(x, bases, adapters), strict=True
+    ):
+        assert torch.equal(result, right)
+        assert result.is_contiguous()
+    gated = [kernels.gated_low_rank(x, each[:2], adapters[:2]) for each in (parts, bases)]
+    assert torch.equal(*gated)
+
+
+@pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize(("dtype", "own"), ADAPTED, ids=str)
 @pytest.mark.parametrize("ranks", [((4,), (16,)), ((80,), (4,)), ((2, 3), (4,)), ((2,), (3, 16))], ids=str)
 def test_the_gated_product_of_adapted_results_is_that_of_the_definition(ranks, dtype, own):
