@@ -1,9 +1,9 @@
 """Copies of the weights of queries, keys and values, one behind the other, so that one product makes all three.
 
-Three products of one input, even side by side, take longer than one with all their rows: with the output's product
-behind them, 53 against 37 microseconds for 160 tokens of an 8B model, 36 against 31 for 40 (H200). Rounds of 32 rows
-and a head get 3 % shorter, of 8 to 64 rows 1 %. The copies take as much memory as these weights, a tenth of such a
-model. The weights themselves stay where they are: others may know their addresses.
+Three products of one input, even side by side, take longer than one with all their rows: rounds of 32 rows of an 8B
+model with a head get 3 % shorter by one, those of 8, 16 and 64 rows 1 % (H200, `benchmarks/two_states.py`). The copies
+take as much memory as these weights, a tenth of such a model. The weights themselves stay where they are: others may
+know their addresses.
 """
 
 from __future__ import annotations
