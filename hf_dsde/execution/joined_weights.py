@@ -1,4 +1,4 @@
-"""Copies of the weights of queries, keys and values, one behind the other, so that one product makes all three.
+"""Concatenated copies of the weights of queries, keys and values, so that one product makes all three (fused QKV).
 
 Three products of one input, even side by side, take longer than one with all their rows: rounds of 32 rows of an 8B
 model with a head get 3 % shorter by one, those of 8, 16 and 64 rows 1 % (H200, `benchmarks/two_states.py`). The copies
