@@ -1,9 +1,9 @@
 """Concatenated copies of the weights of queries, keys and values, so that one product makes all three (fused QKV).
 
 Three products of one input, even side by side, take longer than one with all their rows: rounds of 32 rows of an 8B
-model with a head get 3 % shorter by one, those of 8, 16 and 64 rows 1 % (H200, `benchmarks/two_states.py`). The copies
-take as much memory as these weights, a tenth of such a model. The weights themselves stay where they are: others may
-know their addresses.
+model with a head get 3 % shorter by one, those of 8, 16 and 64 rows 1 % (H200, calls of both states in turn). The
+copies take as much memory as these weights, a tenth of such a model. The weights themselves stay where they are: others
+may know their addresses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_dsde.execution.memory import free_bytes
-from hf_dsde.execution.torch_modes import lasting
+from hf_dsde.execution.torch_modes import lasting, version_of
 
 MEMORY_MARGIN = 10
 """Times the size of all copies that has to be free: a job's caches may take four fifths of it, recordings need some."""
@@ -48,7 +48,7 @@ class JoinedLinear:
     def follow(self) -> None:
         """Copy weights that have changed, as far as their versions tell."""
         weights, biases = ([getattr(module, name) for module in self._modules] for name in ("weight", "bias"))
-        found = [_version(part) for part in (*weights, *biases) if part is not None]
+        found = [(part.data_ptr(), version_of(part)) for part in (*weights, *biases) if part is not None]
         if found != self._copied:
             torch.cat([weight.detach() for weight in weights], out=self._weight)
             if self._bias is not None:
@@ -100,7 +100,3 @@ class JoinedWeights:
         for joined in self._layers.values():
             joined.forget()
         self.follow()
-
-
-def _version(weight: Tensor) -> tuple[int, int | None]:
-    return weight.data_ptr(), None if weight.is_inference() else weight._version

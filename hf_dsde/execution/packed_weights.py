@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from hf_dsde import compat
 from hf_dsde.execution.memory import available_bytes
 from hf_dsde.execution.recording_key import is_compiled
+from hf_dsde.execution.torch_modes import version_of
 from hf_dsde.utils.modules import modules_of
 
 SMALLEST_WEIGHT = 1 << 16
@@ -99,12 +100,12 @@ class _PackedCopy:
 
     def __init__(self, weight: Tensor) -> None:
         weight = weight.detach()
-        self._version, self._sample = _version(weight), _sample(weight).clone()
+        self._version, self._sample = version_of(weight), _sample(weight).clone()
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ARRANGED_FOR)
 
     def is_outdated(self, weight: Tensor) -> bool:
         """Whether the weight of the layer is another now, as far as that can be told."""
-        return self._version != _version(weight) or not torch.equal(self._sample, _sample(weight.detach()))
+        return self._version != version_of(weight) or not torch.equal(self._sample, _sample(weight.detach()))
 
 
 class _Forward:
@@ -167,10 +168,6 @@ def _is_dense(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
         and (tensor.dtype, tensor.device.type, tensor.layout) == (torch.float32, "cpu", torch.strided)
         and tensor.is_contiguous()
     )
-
-
-def _version(weight: Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
 
 
 def _sample(weight: Tensor) -> Tensor:

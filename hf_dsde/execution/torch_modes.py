@@ -20,6 +20,11 @@ def lasting() -> Iterator[None]:
         yield
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return torch's count of writes to a tensor, without those through `data`; None for an inference tensor."""
+    return None if tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True)
 class Autocast:
     """Whether and to which dtype torch casts what a device computes with.

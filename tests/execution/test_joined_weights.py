@@ -93,14 +93,7 @@ def test_the_text_is_the_targets_own(family: str, drafter: str, products: Produc
     target = fresh_model(family)
     draft = noisy_copy(target, 0.05) if drafter == "model" else tiny_head(target, draft_vocabulary=60)
     for _ in range(2):  # the second call replays what the first one has recorded
-        compared(
-            target,
-            draft,
-            ragged_batch(LENGTHS),
-            ScriptedLengths(SOME),
-            GRAPH,
-            max_new_tokens=30,
-        )
+        compared(target, draft, ragged_batch(LENGTHS), ScriptedLengths(SOME), GRAPH, max_new_tokens=30)
     assert products.called > 0
     assert products.alive == target.config.num_hidden_layers + draft.config.num_hidden_layers
 
